@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import cluster.kernels.launch
+from cluster.arch.cell import Cell
 from cluster.attention.ancestor_bits import chain_bits
 from cluster.attention.shape import AttentionShape
 from cluster.attention.triton_backend import Blocks, TritonAttention
@@ -53,9 +54,9 @@ class Load(NamedTuple):
     value: int | None = None
 
     @property
-    def cell(self) -> tuple[int, int, int]:
-        """The shape of a token's cell."""
-        return (2, self.kv, self.size) if self.value is None else (1, 1, self.size)
+    def cell(self) -> Cell:
+        """What the pool keeps of a token."""
+        return Cell(self.kv, self.size, self.value or self.size, self.value is not None)
 
     @property
     def lines(self) -> int:
@@ -65,7 +66,7 @@ class Load(NamedTuple):
     def least_us(self, bytes_s: float, flops: float) -> float:
         """Return the least microseconds: the longer of the time to read each cell once and the time of the products."""
         request_count = max(self.requests, 1)
-        bytes_read = 2.0 * self.cell[0] * self.kv * self.size * request_count * (self.context + self.each)
+        bytes_read = 2.0 * self.cell.numbers * request_count * (self.context + self.each)
         visible_tokens = self.context + (self.each if self.requests else self.each / 2)
         operations = (
             2.0 * request_count * self.each * visible_tokens * self.heads * (self.size + (self.value or self.size))
@@ -127,12 +128,12 @@ def bind_call(load: Load, blocks: Blocks | None, distinct_cells: bool) -> Callab
         metadata = AttentionMetadata(
             write_slots, None, PromptRows(rows, prefix_lens, torch.tensor([0, load.each], device=DEVICE))
         )
-    attention: Any = TritonAttention(pool, table, AttentionShape(load.heads, value_dim=load.value))
+    attention: Any = TritonAttention(pool, table, AttentionShape(load.heads))
     if blocks is not None:
         attention._blocks = lambda *_, **__: blocks
     attention.bind(metadata)
     q = torch.randn(request_count * load.each, load.heads, load.size, device=DEVICE).bfloat16()
-    kv = torch.randn(request_count * load.each, *load.cell, device=DEVICE).bfloat16()
+    kv = torch.randn(request_count * load.each, *load.cell.shape, device=DEVICE).bfloat16()
     return lambda: attention(0, q, kv)
 
 

@@ -1,7 +1,11 @@
-"""The layout of a cell (the K and V of one token in one layer) in an FP8 KV cache: codes, and their scales.
+"""The layout of a cell: what a KV pool keeps of one token in one layer.
 
-The numbers of a cell are divided into groups. In an ordinary cell, each KV head has two groups: its k and its v. A
-latent cell has two groups: the latent, and the rotated key after it.
+An ordinary cell has the keys of all KV heads, then the values of all KV heads. Values may be narrower or wider than
+keys. A latent cell (MLA) has one latent with the rotated key after it: all of it is the key of all heads, and the
+latent is also their value.
+
+In an FP8 KV cache, a cell holds codes and their scales. The numbers of a cell are divided into groups. In an ordinary
+cell, each KV head has two groups: its k and its v. A latent cell has two groups: the latent, and the rotated key.
 
 Each group has its own scale, computed when the cell is stored. The scale is the smallest power of two 2^e, with e from
 -117 to 119, for which no number of the group, divided by the scale, exceeds 448, the largest float8_e4m3fn. A code is
@@ -16,34 +20,51 @@ ALIGNMENT_BYTES = 16  # a GPU can then load many codes at once from any slot
 
 
 @dataclass(frozen=True, slots=True)
-class CodedCell:
-    """A cell of `shape` [2 (k and v), KV heads, d] or, if it is a latent cell, [1, 1, d]. In FP8 it has all codes in
-    order, then one scale byte per group (e + 127), then zero padding.
-
-    A cell is padded to a multiple of `CACHE_LINE_BYTES` or, if that would add more than a sixteenth to the cell, of
-    `ALIGNMENT_BYTES`. The first `latent` numbers of a latent cell are the latent; `latent` is None for other cells.
+class Cell:
+    """A cell of `kv_heads` keys of `key_dim` numbers and as many values of `value_dim` numbers. If `is_latent`, it is
+    a single key of `key_dim` numbers, whose first `value_dim` numbers are the value.
     """
 
-    shape: tuple[int, int, int]
-    latent: int | None = None
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    is_latent: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of a cell's numbers: `[2 (k and v), nkv, d]`; `[1, 1, d]` of a latent; or, if keys and values have
+        different widths, all numbers in one dimension, `[1, 1, numbers]`.
+        """
+        if not self.is_latent and self.key_dim == self.value_dim:
+            return 2, self.kv_heads, self.key_dim
+        return 1, 1, self.numbers
 
     @property
     def numbers(self) -> int:
         """How many numbers a cell holds."""
-        parts, heads, size = self.shape
-        return parts * heads * size
+        return self.key_dim if self.is_latent else self.kv_heads * (self.key_dim + self.value_dim)
+
+    @property
+    def values_offset(self) -> int:
+        """How many numbers come before the value of the first head."""
+        return 0 if self.is_latent else self.kv_heads * self.key_dim
 
     @property
     def groups(self) -> tuple[tuple[int, int], ...]:
         """The groups in order, as pairs (number of groups of one size, numbers in each of them)."""
-        parts, heads, size = self.shape
-        if self.latent is None:
-            return ((parts * heads, size),)
-        return ((1, self.latent), (1, size - self.latent)) if self.latent < size else ((1, size),)
+        if self.is_latent:
+            rotated = self.key_dim - self.value_dim
+            return ((1, self.value_dim), (1, rotated)) if rotated else ((1, self.key_dim),)
+        if self.key_dim == self.value_dim:
+            return ((2 * self.kv_heads, self.key_dim),)
+        return (self.kv_heads, self.key_dim), (self.kv_heads, self.value_dim)
 
     @property
-    def nbytes(self) -> int:
-        """Size of a cell in bytes."""
+    def fp8_bytes(self) -> int:
+        """Size of an FP8 cell in bytes. It has all codes in order, then one scale byte per group (e + 127), then zero
+        padding to a multiple of `CACHE_LINE_BYTES` or, if that would add more than a sixteenth to the cell, of
+        `ALIGNMENT_BYTES`.
+        """
         unpadded_bytes = self.numbers + sum(count for count, _ in self.groups)
         line_padded_bytes = -(-unpadded_bytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
         return (

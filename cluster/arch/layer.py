@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cluster.arch.cell import CodedCell
+from cluster.arch.cell import Cell
 from cluster.arch.keys import ConfigKeys
 from cluster.arch.rope import Rope, rope_of
 
@@ -43,9 +43,11 @@ class Moe:
     - `router_bias`: the projection that computes the scores has a bias.
     - `shared`: the width of an MLP that every token uses (a shared expert); 0 if there is none.
     - `shared_gate`: the output of the shared expert is multiplied by the sigmoid of a learnt projection of the token.
-    - `stacked`: the checkpoint holds the experts' gate and up, interleaved, in one tensor and their down in another;
-      both have biases.
+    - `storage`: `separate` if each matrix of each expert is a tensor of the checkpoint; `stacked` if three tensors hold
+      the gates, ups and downs of all experts, `[E, outputs, inputs]`; `interleaved` if one tensor holds the gates and
+      ups, interleaved, and another the downs, both with biases (gpt-oss).
     - `clamp`: (alpha, limit) of the clamped SwiGLU of gpt-oss; None for plain SwiGLU.
+    - `limit`: gates, after silu, are at most this, and ups are between -limit and limit; None: no limit.
     """
 
     experts: int
@@ -60,8 +62,9 @@ class Moe:
     router_bias: bool = False
     shared: int = 0
     shared_gate: bool = False
-    stacked: bool = False
+    storage: Literal["separate", "stacked", "interleaved"] = "separate"
     clamp: tuple[float, float] | None = None
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +80,11 @@ class LayerGeometry:
     - `sandwich`: there are norms before and after attention, and before and after the MLP.
     - `interleaved`: the checkpoint's q and k expect rope over neighbouring pairs.
     - `gated`: `q_proj` also yields a gate `[head_dim]` per head; the gate's sigmoid multiplies the head's attention
-      output (Qwen3-Next).
+      output (Qwen3-Next). `head_gate`: `g_proj` yields one gate per head for the same purpose (Step-3.5).
+    - `limit`: as in `Moe`, for the dense MLP and the shared expert.
     - `latent`: if set, attention is latent, `kv_heads` is 1, and `head_dim` is the width of what the KV cache keeps of
       a token: the latent and the rotated key.
+    - `v_head_dim`: the width of v of a head; if None, `head_dim`. `value_scale` multiplies v (MiMo-V2).
     """
 
     hidden: int
@@ -100,9 +105,13 @@ class LayerGeometry:
     sandwich: bool = False
     interleaved: bool = False
     gated: bool = False
+    head_gate: bool = False
     activation: Activation = "silu"
+    limit: float | None = None
     moe: Moe | None = None
     latent: LatentSizes | None = None
+    v_head_dim: int | None = None
+    value_scale: float = 1.0
 
     @property
     def softmax_scale(self) -> float:
@@ -110,19 +119,16 @@ class LayerGeometry:
         return float(self.head_dim**-0.5) if self.scale is None else self.scale
 
     @property
-    def cell(self) -> tuple[int, int, int]:
-        """The shape of a cell (what a KV pool keeps of one token): k and v `[2, nkv, d]`, or one latent `[1, 1, d]`."""
-        return (2 if self.latent is None else 1), self.kv_heads, self.head_dim
-
-    @property
-    def fp8_cell(self) -> CodedCell:
-        """The layout of a cell (what a KV pool keeps of one token) in an FP8 KV pool."""
-        return CodedCell(self.cell, None if self.latent is None else self.latent.kv_rank)
+    def cell(self) -> Cell:
+        """What a KV pool keeps of one token."""
+        return Cell(self.kv_heads, self.head_dim, self.value_dim, self.latent is not None)
 
     @property
     def value_dim(self) -> int:
         """Width of the attention output per head. Latent attention then projects this output to `LatentSizes.value`."""
-        return self.head_dim if self.latent is None else self.latent.kv_rank
+        if self.latent is not None:
+            return self.latent.kv_rank
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
     def rope_dim(self) -> int:

@@ -9,9 +9,11 @@ from cluster.arch.families.gemma3 import gemma3
 from cluster.arch.families.glm import glm4_moe
 from cluster.arch.families.gpt_oss import gpt_oss
 from cluster.arch.families.llama import llama, ministral3, mistral
+from cluster.arch.families.mimo import mimo_v2
 from cluster.arch.families.mistral_native import mistral_native
 from cluster.arch.families.mixtral import mixtral
 from cluster.arch.families.qwen import mimo, qwen2, qwen3, qwen3_moe
+from cluster.arch.families.step import step3p5
 from cluster.arch.families.wrapped import WRAPPERS, read_wrapped
 from cluster.arch.keys import ConfigKeys, family_of, read_json
 from cluster.arch.layer import geometry_of
@@ -32,6 +34,8 @@ FAMILIES: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     "Gemma3ForCausalLM": gemma3,
     "DeepseekV3ForCausalLM": deepseek_v3,
     "Glm4MoeForCausalLM": glm4_moe,
+    "MiMoV2FlashForCausalLM": mimo_v2,
+    "Step3p5ForCausalLM": step3p5,
     **{name: partial(read_wrapped, wrapper=name) for name in WRAPPERS},
 }
 TARGET_FAMILIES = tuple(FAMILIES)

@@ -206,11 +206,11 @@ def _complete_settings(config: EngineConfig, draft: DraftSpec) -> EngineConfig:
 
 def _check_split(resolved: ResolvedConfig, name: str, layers: Sequence[LayerGeometry], hint: str = "") -> None:
     tp, ep, group = resolved.settings.tp_size, resolved.settings.ep_size, resolved.group_size
-    try:
-        check_heads(layers[0], group)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}{hint}") from None
     for layer in layers:
+        try:
+            check_heads(layer, group)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}{hint}") from None
         splits = [("an MLP", layer.intermediate, tp, f"tp_size {tp}; lower tp_size")]
         if (moe := layer.moe) is not None:
             divisor = f"tp_size {tp}" if ep == 1 else f"tp_size / ep_size, {tp // ep}"

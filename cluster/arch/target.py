@@ -47,7 +47,7 @@ class TargetArch:
 
     @property
     def layer(self) -> LayerGeometry:
-        """The geometry of the first layer. All layers have the same width, heads and cell in the KV pool."""
+        """The geometry of the first layer. All layers have the same width; other sizes may differ."""
         return self.layers[0]
 
     @property
@@ -67,10 +67,8 @@ def target_of(keys: ConfigKeys, family: str, layers: tuple[LayerGeometry, ...], 
     `family_fields` adds fields of `TargetArch`, or replaces those that are read here.
 
     Raises:
-        ConfigError: the layers cannot share a KV pool, or a config value has the wrong type.
+        ConfigError: a config value has the wrong type.
     """
-    if len({(layer.hidden, layer.heads, layer.cell) for layer in layers}) != 1:
-        raise keys.error("layers that differ in heads or widths are not served")
     fields: dict[str, Any] = {
         "family": family,
         "vocab_size": keys.integer("vocab_size"),

@@ -23,7 +23,8 @@ POINTERS = (
     *("text_rows", "text_starts", "indptr"),
 )
 NUMBERS = (
-    *("rows", "q_stride", "kv_stride", "parts", "heads", "kv_heads", "size", "value", "pages_each", "page_size"),
+    *("rows", "q_stride", "kv_stride", "heads", "kv_heads", "size", "value", "cell", "values", "latent"),
+    *("pages_each", "page_size"),
     *("requests", "each", "words", "bits_stride", "chunks", "first", "window", "threads", "coded"),
 )
 
@@ -45,22 +46,24 @@ class CAttention:
         """Bind to a pool of float64, float32 or bfloat16, and to the page table of the rank. `shape` is the shape of
         the model's attention.
         """
-        cell_parts, kv_heads, head_dim = pool.cell
+        cell = pool.cell
         self._attend = library.functions["attend", pool.dtype]
         self._pool, self._pages = pool, table.device_pages  # keeps alive the memory that `_constant_fields` points to
-        heads, windows, scale, value_dim = shape.with_defaults(pool)
-        self._heads, self._value_dim, self._windows = heads, value_dim, [window or 0 for window in windows]
+        heads, windows, scale = shape.with_defaults(pool)
+        self._heads, self._value_dim, self._windows = heads, cell.value_dim, [window or 0 for window in windows]
         self._constant_fields: dict[str, Any] = {
             "pages": table.device_pages.data_ptr(),
             "window_pages": None if pool.window_map is None else pool.window_map.device_pages.data_ptr(),
-            "parts": cell_parts,
             "heads": heads,
-            "kv_heads": kv_heads,
-            "size": head_dim,
-            "value": value_dim,
+            "kv_heads": cell.kv_heads,
+            "size": cell.key_dim,
+            "value": cell.value_dim,
+            "cell": cell.numbers,
+            "values": cell.values_offset,
+            "latent": cell.is_latent,
             "pages_each": table.device_pages.shape[1],
             "page_size": table.page_size,
-            "coded": 0 if pool.fp8_cell is None else pool.fp8_cell.nbytes,
+            "coded": cell.fp8_bytes if pool.fp8 else 0,
             "scale": scale,
         }
         self._bound_tensors: list[Tensor] = []  # keeps alive the tensors that `_step_arguments` points to
@@ -87,7 +90,7 @@ class CAttention:
         self._step_arguments = arguments
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Write kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` to the pool, then attend q `[T, nh, d]` -> `[T, nh * dv]`."""
+        """Write kv `[T, *Cell.shape]` to the pool, then attend q `[T, nh, d]` -> `[T, nh * dv]`."""
         q, kv = checked_cells(q, kv, self._pool)
         out = q.new_empty(q.shape[0], self._heads * self._value_dim)
         arguments = AttendStruct.from_buffer_copy(self._step_arguments)  # a recorded call keeps its own struct

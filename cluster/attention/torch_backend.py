@@ -5,7 +5,7 @@ requests is never read (`RequestCells`), and k and v that are not finite never e
 """
 
 from collections.abc import Sequence
-from math import isfinite, nan, prod
+from math import isfinite, nan
 
 import torch
 import torch.nn.functional as F
@@ -43,11 +43,11 @@ class TorchAttention:
         the model's attention.
         """
         self._layers, self._gather = [pool.kv[layer] for layer in range(pool.layers)], gather
-        self._coded, self._dtype = pool.fp8_cell, pool.dtype
-        self._max_abs = None if pool.fp8_cell is None else max_magnitude(pool.dtype)
-        _, self._kv_heads, self._head_dim = pool.cell
-        self._heads, self._windows, self._scale, self._value_dim = shape.with_defaults(pool)
-        self._heads_per_kv_head, cell_bytes = self._heads // self._kv_heads, prod(pool.cell) * pool.dtype.itemsize
+        self._cell, self._dtype, self._fp8 = pool.cell, pool.dtype, pool.fp8
+        self._max_abs = max_magnitude(pool.dtype) if pool.fp8 else None
+        self._heads, self._windows, self._scale = shape.with_defaults(pool)
+        self._heads_per_kv_head = self._heads // self._cell.kv_heads
+        cell_bytes = self._cell.numbers * pool.dtype.itemsize
         self._spec = GatherSpec(cell_bytes, self._heads_per_kv_head, pool.dtype, set(self._windows))
         self._pool = pool
         self._write: Tensor | None = None
@@ -62,7 +62,7 @@ class TorchAttention:
         native(self._bind, metadata)
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Write kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` to the pool, then attend q `[T, nh, d]` -> `[T, nh * dv]`."""
+        """Write kv `[T, *Cell.shape]` to the pool, then attend q `[T, nh, d]` -> `[T, nh * dv]`."""
         return opaque(self._attend_all, layer, q, kv, sinks)
 
     def _bind(self, metadata: AttentionMetadata) -> None:
@@ -77,17 +77,18 @@ class TorchAttention:
     def _attend_all(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         assert self._write is not None
         q, kv = mask_bad_cells(q, kv, self._max_abs)
-        self._layers[layer].index_copy_(0, self._write, kv if self._coded is None else encode(kv, self._coded))
+        self._layers[layer].index_copy_(0, self._write, encode(kv, self._cell) if self._fp8 else kv)
         outputs = [self._attend(layer, q, call, sinks) for call in self._calls]
         if not outputs:
-            return q.new_zeros(q.shape[0], self._heads * self._value_dim)
+            return q.new_zeros(q.shape[0], self._heads * self._cell.value_dim)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend(self, layer: int, q: Tensor, call: AttentionCall, sinks: Tensor | None) -> Tensor:
         """Return the output of one call, `[rows, nh * dv]`. The query heads of a KV head are joined: their
         heads_per_kv_head * q_rows rows form one matrix.
         """
-        nkv, requests, q_rows, heads_per_kv_head = self._kv_heads, call.requests, call.q_rows, self._heads_per_kv_head
+        nkv, requests, q_rows = self._cell.kv_heads, call.requests, call.q_rows
+        heads_per_kv_head = self._heads_per_kv_head
         keys_values = [self._cells(layer, piece, requests) for piece in call.pieces]
         queries = (
             q[call.rows]
@@ -106,7 +107,7 @@ class TorchAttention:
         out = (
             out.view(requests, nkv, heads_per_kv_head, q_rows, -1)
             .permute(0, 3, 1, 2, 4)
-            .reshape(requests * q_rows, self._heads * self._value_dim)
+            .reshape(requests * q_rows, self._heads * self._cell.value_dim)
         )
         return out if call.unpad_index is None else out.index_select(0, call.unpad_index)
 
@@ -114,11 +115,14 @@ class TorchAttention:
         """Return the keys `[R, nkv, L, d]` and values `[R, nkv, L, dv]` of a piece."""
         layer_cells, slots = self._layers[layer], piece.slots
         cells_read = layer_cells[slots] if isinstance(slots, slice) else layer_cells.index_select(0, slots)
-        if self._coded is not None:
-            cells_read = decode(cells_read, self._coded, self._dtype)
-        cells = cells_read.view(requests, piece.length, *cells_read.shape[1:]).permute(2, 0, 3, 1, 4)
-        values = cells[-1]
-        return cells[0], values if self._value_dim == self._head_dim else values[..., : self._value_dim]
+        cell = self._cell
+        if self._fp8:
+            cells_read = decode(cells_read, cell, self._dtype)
+        numbers = cells_read.view(requests, piece.length, cell.numbers)
+        keys = numbers[..., : cell.kv_heads * cell.key_dim].unflatten(-1, (cell.kv_heads, cell.key_dim))
+        values = numbers[..., cell.values_offset :][..., : cell.kv_heads * cell.value_dim]
+        values = values.unflatten(-1, (cell.kv_heads, cell.value_dim))
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
 
 def expand_bias(call: AttentionCall, bias: Tensor | None, heads_per_kv_head: int) -> Tensor | None:

@@ -61,25 +61,27 @@ class TritonAttention:
 
     def __init__(self, pool: KVPool, table: PageTable, shape: AttentionShape) -> None:
         """Bind to a pool and to the page table of the rank. `shape` is the shape of the model's attention."""
-        cell_parts, kv_heads, key_dim = pool.cell
-        heads, windows, self._scale, self._value_dim = shape.with_defaults(pool)
-        self._pool, self._table, self._heads, self._kv_heads = pool, table, heads, kv_heads
+        cell, key_dim = pool.cell, pool.cell.key_dim
+        heads, windows, self._scale = shape.with_defaults(pool)
+        self._pool, self._table, self._heads, self._kv_heads = pool, table, heads, cell.kv_heads
+        self._value_dim = cell.value_dim
         self._window_map = pool.window_map
         self._windows = [window or 0 for window in windows]
         self._processors = processor_count(pool.kv.device)
         # Triton's blocks are powers of two, so a key of 576 numbers is read as FRONT = 512 and BACK = 64.
         key_front = 1 << (key_dim.bit_length() - 1)
         self._value_constants = {"VALUE_BLOCK": next_power_of_2(self._value_dim), "ACC_DTYPE": ACC_DTYPES[pool.dtype]}
+        key_scales = len(cell.groups) if cell.is_latent else 1
         self._constants: dict[str, Any] = {
             "HEADS": heads,
-            "KV_HEADS": kv_heads,
+            "KV_HEADS": cell.kv_heads,
             "HEAD_DIM": key_dim,
             "VALUE_DIM": self._value_dim,
             "CELL_SIZE": prod(pool.kv.shape[2:]),
-            "VALUE_OFFSET": (cell_parts - 1) * kv_heads * key_dim,
-            "SCALES_OFFSET": cell_parts * kv_heads * key_dim,
-            "VALUE_SCALES_OFFSET": (cell_parts - 1) * kv_heads,
-            "FP8_GROUPS": 0 if pool.fp8_cell is None else len(pool.fp8_cell.groups),
+            "VALUES_OFFSET": cell.values_offset,
+            "SCALES_OFFSET": cell.numbers,
+            "VALUE_SCALES_OFFSET": 0 if cell.is_latent else cell.kv_heads,
+            "KEY_SCALES": key_scales if pool.fp8 else 0,
             "PAGE_SIZE": table.page_size,
             "SCALE": self._scale * LOG2E,
             "IS_WINDOW_POOL": pool.window_map is not None,
@@ -101,7 +103,7 @@ class TritonAttention:
         self._write_slots = self._pool.own_slots(metadata.write).contiguous()
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Write kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` to the pool, then attend q `[T, nh, d]` -> `[T, nh * dv]`."""
+        """Write kv `[T, *Cell.shape]` to the pool, then attend q `[T, nh, d]` -> `[T, nh * dv]`."""
         metadata, write_slots, num_rows = self._metadata, self._write_slots, q.shape[0]
         assert metadata is not None and write_slots is not None, "bound before it is called"
         (q, kv), memory = checked_cells(q, kv, self._pool), self._pool.kv[layer]
@@ -121,13 +123,13 @@ class TritonAttention:
 
     def _store(self, kv: Tensor, write_slots: Tensor, memory: Tensor, nonfinite_rows: Tensor) -> None:
         """Write new cells to slots `write_slots`, and note in `nonfinite_rows` the rows whose cells are not finite."""
-        cell_size, coded = self._constants["SCALES_OFFSET"], self._pool.fp8_cell
+        cell, cell_size = self._pool.cell, self._pool.cell.numbers
         arguments = store.StoreArguments(kv, write_slots, memory, nonfinite_rows, kv.stride(0))
-        if coded is None:
+        if not self._pool.fp8:
             launch(store.store, (kv.shape[0],), arguments, CELL_SIZE=cell_size, BLOCK=next_power_of_2(cell_size))
             return
-        (groups, group_size), *other_groups = coded.groups
-        rest_size = other_groups[0][1] if other_groups else 0
+        (groups, group_size), *other_groups = cell.groups
+        rest_groups, rest_size = other_groups[0] if other_groups else (0, 1)
         launch(
             store.store_coded,
             (kv.shape[0],),
@@ -135,8 +137,9 @@ class TritonAttention:
             CELL_SIZE=cell_size,
             GROUPS=groups,
             GROUP_SIZE=group_size,
+            REST_GROUPS=rest_groups,
             REST_SIZE=rest_size,
-            CELL_BYTES=coded.nbytes,
+            CELL_BYTES=cell.fp8_bytes,
             ACC_DTYPE=self._value_constants["ACC_DTYPE"],
             CELL_BLOCK=next_power_of_2(cell_size),
             BLOCK=next_power_of_2(max(group_size, rest_size)),
@@ -273,7 +276,7 @@ class TritonAttention:
     def _blocks(self, rows: int, is_prompt: bool = False, max_lines: int = 128) -> "Blocks":
         """Return the block sizes for requests of `rows` rows, with at most `max_lines` lines in one program."""
         lines = min(max_lines, next_power_of_2(rows * self._heads // self._kv_heads))
-        return blocks_of(self._pool, self._value_dim, lines, is_prompt)
+        return blocks_of(self._pool, lines, is_prompt)
 
     def _splits(self, programs_per_split: int) -> int:
         """Return into how many splits the positions are divided. A split has `programs_per_split` programs, and the
@@ -300,7 +303,7 @@ class Blocks(NamedTuple):
         return {"LINES": self.lines, "TILE": self.tile, "num_warps": self.warps, "num_stages": self.stages}
 
 
-def blocks_of(pool: KVPool, value_dim: int, lines: int, is_prompt: bool) -> Blocks:
+def blocks_of(pool: KVPool, lines: int, is_prompt: bool) -> Blocks:
     """Return the block sizes for `lines` lines (query heads of rows) that share a KV head. `is_prompt` says whether
     they are rows of a prompt, not of a tree.
 
@@ -309,8 +312,8 @@ def blocks_of(pool: KVPool, value_dim: int, lines: int, is_prompt: bool) -> Bloc
     sizes for heads wider than 128, for FP8 and for float32 were not measured. Those for float32 do not fit in
     registers.
     """
-    key_dim, is_fp8 = pool.cell[2], pool.fp8_cell is not None
-    is_wide = pool.cell[0] == 1 or value_dim > 256  # latents (one part: the key is also the value), or very wide heads
+    key_dim, value_dim, is_fp8 = pool.cell.key_dim, pool.cell.value_dim, pool.fp8
+    is_wide = pool.cell.is_latent or value_dim > 256
     if is_fp8 or pool.dtype.itemsize > 2 or (key_dim > 128 and not is_wide):
         lines = min(16 if is_wide else 64 if is_prompt or key_dim <= 128 else 32, lines)
         needs_many_warps = lines >= 64 or value_dim >= 256

@@ -100,7 +100,7 @@ def layer_demand(g: LayerGeometry, rows: ForwardRows, itemsize: int, concatenate
     matrices, row_count = matrix_sizes(g, concatenated_input), rows.total_rows
     prefix = rows.context if g.sliding_window is None else min(rows.context, g.sliding_window)
     numbers_read = matrices.shared + matrices.expected_experts(row_count) * matrices.per_expert
-    numbers_read += rows.requests * (prefix + rows.rows_per_request) * prod(g.cell)
+    numbers_read += rows.requests * (prefix + rows.rows_per_request) * g.cell.numbers
     operations = 2.0 * row_count * (matrices.shared + matrices.active_experts * matrices.per_expert)
     operations += 2.0 * row_count * (prefix + 1) * g.heads * (g.head_dim + g.value_dim)
     return Demand(numbers_read * itemsize, operations)

@@ -82,8 +82,8 @@ def attention_cases(
         table.device_pages[:requests] = page_order.view(requests, pages) + 1  # scattered pages; page 0 is reserved
         slots = (requests * pages + 1) * PAGE_SIZE
         pool, attention = bind_attention([g], PoolKind(slots, Gather(table, rows), table), dtype, fp8, kernels)
-        cells = torch.randn(slots, *g.cell, generator=torch.Generator().manual_seed(2)).to(dtype)
-        pool.kv[0] = cells if pool.fp8_cell is None else encode(cells, pool.fp8_cell)
+        cells = torch.randn(slots, *g.cell.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+        pool.kv[0] = encode(cells, g.cell) if fp8 else cells
         request_rows, prefix_lens = torch.arange(requests), torch.full((requests,), prefix)
         write_slots = table.slots(request_rows[:, None], prefix + torch.arange(rows)).flatten()
         tree_rows = prompt_rows = None
@@ -92,7 +92,7 @@ def attention_cases(
         else:
             tree_rows = TreeRows(request_rows, prefix_lens, chain_bits(rows, rows, CPU), rows)
         q = torch.randn(requests * rows, g.heads, g.head_dim, generator=generator).to(dtype)
-        kv = torch.randn(requests * rows, *g.cell, generator=generator).to(dtype)
+        kv = torch.randn(requests * rows, *g.cell.shape, generator=generator).to(dtype)
         metadata = AttentionMetadata(write_slots, tree_rows, prompt_rows)
         bounds = HostBounds(prefix, ((prefix, prefix + rows),) if prompt_rows else ())
         call = partial(_run_attention, attention, q, kv, metadata, bounds)

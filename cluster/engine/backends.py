@@ -159,15 +159,15 @@ def bind_layers(
     dtypes: tuple[torch.dtype, bool],
 ) -> tuple[LayerPools, AttentionBackend]:
     """Return the KV pools for the `layers` of one runner, and its attention. `kinds` has the kind of pools that keep
-    every token, and that of window pools, in which layer i is if `is_windowed[i]`. `dtypes` are the dtype of queries,
-    and whether the pools store FP8.
+    every token, and that of window pools, in which layer i is if `is_windowed[i]`. Layers of one pool also have the
+    same cells, heads and scale. `dtypes` are the dtype of queries, and whether the pools store FP8.
     """
+    groups = dict[tuple[Any, ...], list[int]]()
+    for index, (layer, windowed) in enumerate(zip(layers, is_windowed, strict=True)):
+        groups.setdefault((windowed, layer.cell, layer.heads, layer.scale), []).append(index)
     pools, parts, places = list[KVPool](), list[AttentionBackend](), dict[int, tuple[int, int]]()
-    for windowed, kind in zip((False, True), kinds, strict=False):
-        chosen = [index for index, in_window in enumerate(is_windowed) if in_window == windowed]
-        if not chosen:
-            continue
-        pool, attention = bind_attention([layers[i] for i in chosen], kind, *dtypes, kernels)
+    for (windowed, *_), chosen in groups.items():
+        pool, attention = bind_attention([layers[i] for i in chosen], kinds[windowed], *dtypes, kernels)
         places.update({layer: (len(parts), own_layer) for own_layer, layer in enumerate(chosen)})
         pools.append(pool)
         parts.append(attention)
@@ -179,15 +179,13 @@ def bind_layers(
 def bind_attention(
     layers: Sequence[LayerGeometry], kind: PoolKind, dtype: torch.dtype, fp8: bool, kernels: Kernels
 ) -> tuple[KVPool, AttentionBackend]:
-    """Return a KV pool of this `kind` for `layers` of one runner, and the attention of `kernels` bound to it.
-
-    A KV cell is what one token stores in one layer: K and V, or one latent. The cells of all layers have the same
-    shape. The pool stores them in FP8 if `fp8` is True, otherwise in `dtype`. Queries are in `dtype`.
+    """Return a KV pool of this `kind` for `layers` of one runner, which have the same cells, heads and scale, and the
+    attention of `kernels` bound to it. The pool stores cells in FP8 if `fp8` is True, otherwise in `dtype`. Queries are
+    in `dtype`.
     """
     geometry, library_of_pool = layers[0], {} if kernels.library is None else {"library": kernels.library}
-    fp8_cell = geometry.fp8_cell if fp8 else None
     pool = implementation("pool", kernels.name)(
-        *(len(layers), kind.slots, geometry.cell, dtype, kind.table.device, fp8_cell, kind.window_map),
+        *(len(layers), kind.slots, geometry.cell, dtype, kind.table.device, fp8, kind.window_map),
         **library_of_pool,
     )
     extra_arguments: tuple[Any, ...] = ()
@@ -197,9 +195,7 @@ def bind_attention(
         extra_arguments = (kernels.library,)
     # Attention in torch gathers cells by their slots (`Gather`); other attention reads the page table itself.
     pages = kind.gather if kernels.name == "torch" else kind.table
-    shape = AttentionShape(
-        geometry.heads, tuple(layer.sliding_window for layer in layers), geometry.scale, geometry.value_dim
-    )
+    shape = AttentionShape(geometry.heads, tuple(layer.sliding_window for layer in layers), geometry.scale)
     return pool, implementation("attention", kernels.name)(pool, pages, shape, *extra_arguments)
 
 

@@ -13,7 +13,7 @@ from cluster.kernels.panels import checked_bias, checked_ends, checked_rows, in_
 from cluster.kernels.quantised import Quantised
 from cluster.kernels.torch_kernels import TorchKernels
 
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped", "clamped_silu")
 
 
 def _scale_fits(scale: Tensor, rows: Tensor) -> bool:

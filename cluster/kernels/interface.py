@@ -86,10 +86,11 @@ class Groups(NamedTuple):
 
 class Activation(NamedTuple):
     """A gated activation of a gate g and an up value u: f(g) * u with f = silu or gelu_tanh. `clamped` (gpt-oss) is
-    (u' + 1) * g' * sigmoid(alpha * g') with g' = min(g, limit) and u' = clamp(u, -limit, limit).
+    (u' + 1) * g' * sigmoid(alpha * g') with g' = min(g, limit) and u' = clamp(u, -limit, limit). `clamped_silu`
+    (Step-3.5) is min(silu(g), limit) * u'.
     """
 
-    kind: Literal["silu", "gelu_tanh", "clamped"] = "silu"
+    kind: Literal["silu", "gelu_tanh", "clamped", "clamped_silu"] = "silu"
     alpha: float = 1.0
     limit: float = 0.0
 

@@ -103,6 +103,9 @@ class TorchKernels:
     def activate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """See `Kernels.activate`."""
         gate, up = gate_up.chunk(2, -1)
+        if activation.kind == "clamped_silu":
+            limit = activation.limit
+            return F.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
         if activation.kind != "clamped":
             return ACTIVATION_FUNCTIONS[activation.kind](gate).mul_(up)
         gate = gate.clamp(max=activation.limit)

@@ -9,7 +9,7 @@ from math import frexp
 import torch
 from torch import Tensor
 
-from cluster.arch.cell import CodedCell
+from cluster.arch.cell import Cell
 
 BIAS = 127  # exponent bias of a scale's byte, as in float32: the byte b means 2 ** (b - 127)
 MIN_SCALE_BYTE, MAX_SCALE_BYTE = (
@@ -27,7 +27,7 @@ def max_magnitude(dtype: torch.dtype) -> float:
     return 1.75 * 2.0 ** min(MAX_SCALE_BYTE - BIAS + 8, frexp(torch.finfo(dtype).max)[1] - 1)
 
 
-def encode(kv: Tensor, cell: CodedCell) -> Tensor:
+def encode(kv: Tensor, cell: Cell) -> Tensor:
     """Encode cells `[n, *shape]`, with no magnitude above `max_magnitude`, as FP8: `[n, B]` uint8."""
     flat, offset, compute_dtype = kv.flatten(1), 0, torch.promote_types(kv.dtype, torch.float32)
     codes, scales = [], []
@@ -46,11 +46,11 @@ def encode(kv: Tensor, cell: CodedCell) -> Tensor:
         codes.append(scaled.float().to(torch.float8_e4m3fn).view(torch.uint8).flatten(1))
         scales.append(scale.to(torch.uint8))
         offset += count * size
-    used_bytes = offset + sum(count for count, _ in cell.groups)
-    return torch.cat([*codes, *scales, flat.new_zeros(flat.shape[0], cell.nbytes - used_bytes, dtype=torch.uint8)], 1)
+    padding_bytes = cell.fp8_bytes - offset - sum(count for count, _ in cell.groups)
+    return torch.cat([*codes, *scales, flat.new_zeros(flat.shape[0], padding_bytes, dtype=torch.uint8)], 1)
 
 
-def decode(encoded: Tensor, cell: CodedCell, dtype: torch.dtype) -> Tensor:
+def decode(encoded: Tensor, cell: Cell, dtype: torch.dtype) -> Tensor:
     """Decode `[n, B]` uint8 to cells `[n, *shape]` of `dtype`, without rounding."""
     parts, offset, scale_offset = [], 0, cell.numbers
     for count, size in cell.groups:

@@ -1,5 +1,6 @@
 """The KV pools of one model runner. Each of its layers is in one of them: a layer with a sliding window in a window
-pool, if the rank has window pools, and any other layer in a pool that keeps every token.
+pool, if the rank has window pools, and any other layer in a pool that keeps every token. Layers with different cells
+are in different pools.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,8 @@ from cluster.kv.pool import KVPool
 
 
 class LayerPools:
-    """The pools of a runner, one or two. `move_kv_cache` moves what all of them keep. `slots` is the number of slots of
-    pools that keep every token, even if this runner has none.
+    """The pools of a runner, one or more. `move_kv_cache` moves what all of them keep. `slots` is the number of slots
+    of pools that keep every token, even if this runner has none.
     """
 
     def __init__(self, pools: Sequence[KVPool], slots: int) -> None:

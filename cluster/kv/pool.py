@@ -3,7 +3,7 @@
 A new kind of pool also needs a line in `IMPLEMENTATIONS` of `engine/backends.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Protocol
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.arch.cell import CodedCell
+from cluster.arch.cell import Cell
 from cluster.arch.layer import LayerGeometry
 from cluster.batch import PageCopy
 from cluster.kv.window_map import WindowMap
@@ -31,14 +31,11 @@ class SlotMemory(Protocol):
 ALIGNMENT = 64  # bytes; the alignment that torch gives CPU tensors
 
 
-Cell = tuple[int, int, int]
-"""Shape of one token's entry in a layer: k and v `[2, nkv, d]`, or in latent attention `[1, 1, d]`."""
-
-
 class KVPool:
     """The KV cache tensor `kv[layer, slot]`. A cell is what one token stores in one layer. It holds k and v side by
-    side, or one latent, so that one index copies or gathers all of it. An FP8 cell also holds scales. `cell` and
-    `dtype` are the shape and dtype of a cell before it is encoded in FP8.
+    side, or one latent, so that one index copies or gathers all of it. Without FP8, `kv` has the shape
+    `[layers, slots, *cell.shape]`; in FP8, `[layers, slots, cell.fp8_bytes]`. `dtype` is the dtype of a cell before it
+    is encoded in FP8.
     """
 
     def __init__(
@@ -48,18 +45,18 @@ class KVPool:
         cell: Cell,
         dtype: torch.dtype,
         device: torch.device,
-        fp8_cell: CodedCell | None = None,
+        fp8: bool = False,
         window_map: WindowMap | None = None,
     ) -> None:
-        """Allocate `slots` slots, including the slots of the sink page. With `fp8_cell`, cells are stored in that FP8
-        layout. With `window_map`, this is a window pool: callers pass slots of the other pools, and the map says which
-        slots of this pool belong to them.
+        """Allocate `slots` slots, including the slots of the sink page. If `fp8`, cells are stored in FP8. With
+        `window_map`, this is a window pool: callers pass slots of the other pools, and the map says which slots of this
+        pool belong to them.
 
         The memory starts as zeros, because steps that run only for timing read cells that were never written.
         """
-        self.layers, self.slots, self.cell, self.dtype, self.fp8_cell = layers, slots, cell, dtype, fp8_cell
+        self.layers, self.slots, self.cell, self.dtype, self.fp8 = layers, slots, cell, dtype, fp8
         self.window_map = window_map
-        shape, stored_dtype = (cell, dtype) if fp8_cell is None else ((fp8_cell.nbytes,), torch.uint8)
+        shape, stored_dtype = ((cell.fp8_bytes,), torch.uint8) if fp8 else (cell.shape, dtype)
         self.kv = zeros((layers, slots, *shape), stored_dtype, device)
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
@@ -84,14 +81,9 @@ def copied_slots(copies: Sequence[PageCopy], page_size: int, window: bool = Fals
     return [page * page_size + cell for page, tokens in targets + sources for cell in range(tokens)]
 
 
-def slot_bytes(layers: int, cell: Cell, dtype: torch.dtype, fp8_cell: CodedCell | None = None) -> int:
-    """Return the bytes of one token in a pool of `layers` layers."""
-    return layers * (prod(cell) * dtype.itemsize if fp8_cell is None else fp8_cell.nbytes)
-
-
-def pool_bytes(layers: Sequence[LayerGeometry], dtype: torch.dtype, fp8: bool) -> int:
-    """Return the bytes that one token takes in a pool for `layers`, in FP8 if `fp8` is True, else in `dtype`."""
-    return slot_bytes(len(layers), layers[0].cell, dtype, layers[0].fp8_cell if fp8 else None)
+def pool_bytes(layers: Iterable[LayerGeometry], dtype: torch.dtype, fp8: bool) -> int:
+    """Return the bytes that one token takes in pools for `layers`, in FP8 if `fp8` is True, else in `dtype`."""
+    return sum(layer.cell.fp8_bytes if fp8 else layer.cell.numbers * dtype.itemsize for layer in layers)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

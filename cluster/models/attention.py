@@ -1,6 +1,6 @@
 """Attention blocks: grouped-query attention with packed projections, and latent attention (MLA) in its absorbed form.
 
-Shape legend: T rows, H hidden, nh query heads, nkv kv heads, d head_dim.
+Shape legend: T rows, H hidden, nh query heads, nkv kv heads, d head_dim, dv width of a value.
 A block reads and writes the KV cache only through an `Attend`, and reaches other ranks only through a `TokenExchange`.
 """
 
@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from cluster.arch import LatentSizes
+from cluster.arch.cell import Cell
 from cluster.kernels.interface import Angles, HeadNorms, Kernels, Weight
 from cluster.models.exchange import TokenExchange
 
 
 class Attend(Protocol):
-    """Writes a layer's new k and v to the pool, then attends: q `[T, nh, d]`, kv `[T, 2, nkv, d]` -> `[T, nh * d]`.
+    """Writes a layer's new cells to the pool, then attends: q `[T, nh, d]`, kv `[T, *Cell.shape]` -> `[T, nh * dv]`.
 
-    A latent layer (MLA) passes kv `[T, 1, 1, d]`; the first `kv_rank` of these d numbers are the value, so the output
-    is `[T, nh * kv_rank]`. `sinks` `[nh]` adds to the softmax of each head one logit that has no value; None adds none.
+    A cell is k and v, or a latent (MLA), whose first dv numbers are the value. `sinks` `[nh]` adds to the softmax of
+    each head one logit that has no value; None adds none.
     """
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -42,7 +43,9 @@ class ScaledQueries:
 class SelfAttention:
     """This rank's heads: packed q, k, v projection, rope on q and k, the attention primitive, output projection.
 
-    If `gated`, the packed projection ends with gates `[nh, d]`; their sigmoid multiplies the output of attention.
+    `cell` is what the pool keeps of a token: the k and v of this rank's KV heads. `value_scale` multiplies v. If
+    `gated`, the packed projection ends with gates, `[nh, dv]` or one per head `[nh, 1]`; their sigmoid multiplies the
+    output of attention.
     """
 
     kernels: Kernels
@@ -51,25 +54,27 @@ class SelfAttention:
     qkv_bias: Tensor | None
     out_bias: Tensor | None
     heads: int
-    kv_heads: int
-    head_dim: int
+    cell: Cell
     norms: HeadNorms | None = None
     sinks: Tensor | None = None
     gated: bool = False
+    value_scale: float = 1.0
 
     def __call__(self, rows: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
         """Rows `[T, in]` -> `[T, H]`. `in` is H, or 2 H in a draft layer that also reads the embedding."""
-        # Packed heads per row: nh of q, nkv of k, nkv of v, and nh of gates if `gated`.
-        num_rows, rotated_heads = rows.shape[0], self.heads + self.kv_heads
-        kv_end = rotated_heads + self.kv_heads
-        packed_heads = kv_end + (self.heads if self.gated else 0)
-        packed = self.qkv(rows, self.qkv_bias).view(num_rows, packed_heads, self.head_dim)
-        self.kernels.rotate(packed[:, :rotated_heads], angles, self.norms)
-        q, kv, gate = packed.split_with_sizes([self.heads, 2 * self.kv_heads, packed_heads - kv_end], 1)
-        kv = kv.view(num_rows, 2, self.kv_heads, self.head_dim)
+        # The columns of a packed row: q, k, v, and gates if `gated`. A cell is k and v.
+        cell = self.cell
+        q_end, k_end = self.heads * cell.key_dim, (self.heads + cell.kv_heads) * cell.key_dim
+        v_end = q_end + cell.numbers
+        packed = self.qkv(rows, self.qkv_bias)
+        self.kernels.rotate(packed[:, :k_end].unflatten(1, (-1, cell.key_dim)), angles, self.norms)
+        if self.value_scale != 1:
+            packed[:, k_end:v_end].mul_(self.value_scale)
+        q, kv = packed[:, :q_end].unflatten(1, (-1, cell.key_dim)), packed[:, q_end:v_end].unflatten(1, cell.shape)
         attended = attend(layer, q, kv) if self.sinks is None else attend(layer, q, kv, self.sinks)
         if self.gated:
-            attended = attended * gate.flatten(1).sigmoid()
+            gates = packed[:, v_end:].unflatten(1, (self.heads, -1)).sigmoid()
+            attended = (attended.unflatten(1, (self.heads, -1)) * gates).flatten(1)
         return exchange.reduce(self.out(attended, self.out_bias))
 
 

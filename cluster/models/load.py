@@ -1,6 +1,7 @@
 """Loading the parts of decoder layers from a checkpoint: attention, MLP, experts, norms."""
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,16 +25,16 @@ class Loader(WeightLoader):
 
     def attention(self, prefix: str, g: LayerGeometry, columns: int) -> SelfAttention:
         """Return the attention block under `prefix`, whose qkv projection has `columns` inputs."""
-        shard, d = self.sharding.attention, g.head_dim
+        shard, d, value_dim = self.sharding.attention, g.head_dim, g.value_dim
         local = local_heads(g, shard)
         q_span = (shard.rank * local.heads * d, (shard.rank + 1) * local.heads * d)
         # `q_proj` holds (query, gate) of each head if gated, so its spans are twice as wide.
         query_factor = 2 if g.gated else 1
         first_kv_head = shard.rank * g.kv_heads // shard.size
-        kv_span = (first_kv_head * d, (first_kv_head + local.kv_heads) * d)
+        k_span, v_span = ((first_kv_head * width, (first_kv_head + local.kv_heads) * width) for width in (d, value_dim))
         names = [f"{prefix}.{letter}_proj" for letter in "qkv"]
-        num_outputs = [query_factor * g.heads * d, g.kv_heads * d, g.kv_heads * d]
-        spans = [(query_factor * q_span[0], query_factor * q_span[1]), kv_span, kv_span]
+        num_outputs = [query_factor * g.heads * d, g.kv_heads * d, g.kv_heads * value_dim]
+        spans = [(query_factor * q_span[0], query_factor * q_span[1]), k_span, v_span]
         qkv, qkv_bias = self.column_parallel(names, num_outputs, spans, columns, g.attention_bias)
         if g.gated:
             qkv = permute_outputs(qkv, lambda index: gates_last(index, local.heads, d))
@@ -43,8 +44,14 @@ class Loader(WeightLoader):
             qkv = permute_outputs(
                 qkv, lambda index: concat([half_split(index[: num_heads * d], num_heads), index[num_heads * d :]])
             )
-        out, out_bias = self.row_parallel(f"{prefix}.o_proj", g.hidden, g.heads * d, q_span, g.out_bias, shard)
+        out_span = (shard.rank * local.heads * value_dim, (shard.rank + 1) * local.heads * value_dim)
+        out, out_bias = self.row_parallel(
+            f"{prefix}.o_proj", g.hidden, g.heads * value_dim, out_span, g.out_bias, shard
+        )
         head_span = (shard.rank * local.heads, (shard.rank + 1) * local.heads)
+        if g.head_gate:
+            qkv = self.concat_outputs([qkv, self.matrix(f"{prefix}.g_proj.weight", g.heads, columns, rows=head_span)])
+            qkv_bias = None if qkv_bias is None else concat([qkv_bias, qkv_bias.new_zeros(local.heads)])
         norms = None
         if g.qk_norm:
             q_norm, k_norm = (self.norm(f"{prefix}.{letter}_norm.weight", d, g.unit_offset) for letter in "qk")
@@ -57,11 +64,11 @@ class Loader(WeightLoader):
             qkv_bias=qkv_bias,
             out_bias=out_bias,
             heads=local.heads,
-            kv_heads=local.kv_heads,
-            head_dim=d,
+            cell=local.cell,
             norms=norms,
             sinks=sinks,
-            gated=g.gated,
+            gated=g.gated or g.head_gate,
+            value_scale=g.value_scale,
         )
 
     def latent(self, prefix: str, g: LayerGeometry, columns: int) -> LatentAttention:
@@ -122,7 +129,9 @@ class Loader(WeightLoader):
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         gate_up, gate_up_bias = self.column_parallel(names, [g.intermediate] * 2, [span] * 2, g.hidden, g.mlp_bias)
         down, down_bias = self.row_parallel(f"{prefix}.down_proj", g.hidden, g.intermediate, span, g.mlp_bias, shard)
-        return Mlp(self.kernels, self.weight(gate_up), down, gate_up_bias, down_bias, Activation(g.activation))
+        return Mlp(
+            self.kernels, self.weight(gate_up), down, gate_up_bias, down_bias, activation_of(g.activation, g.limit)
+        )
 
     def experts(self, prefix: str, g: LayerGeometry, moe: Moe) -> Experts:
         """Return the experts block under `prefix`: the whole gate, and this rank's part of the experts and of the
@@ -131,31 +140,35 @@ class Loader(WeightLoader):
         start, stop = self.sharding.expert_columns.span(moe.intermediate)
         local_ids = range(*self.sharding.experts.span(moe.experts))
         biases: tuple[Tensor | None, Tensor | None] = (None, None)
-        if moe.stacked:
+        if moe.storage == "interleaved":
             gates_ups, downs, *bias_tensors = self._stacked_experts(f"{prefix}.experts", g, moe, local_ids)
             biases = bias_tensors[0], bias_tensors[1]
         else:
             in_shape, out_shape = (moe.intermediate, g.hidden), (g.hidden, moe.intermediate)
+            stack_shape = (moe.experts,) if moe.storage == "stacked" else ()
 
-            def name(expert: int, matrix_kind: str) -> str:
-                return f"{prefix}.experts.{expert}.{matrix_kind}_proj.weight"
+            def place(expert: int, part: str) -> tuple[str, int | None]:
+                """Return the name of the tensor, and the index of the expert in it if it holds all experts."""
+                if stack_shape:
+                    return f"{prefix}.experts.{part}_proj.weight", expert
+                return f"{prefix}.experts.{expert}.{part}_proj.weight", None
+
+            def in_matrix(expert: int, part: str) -> CheckpointMatrix:
+                name, index = place(expert, part)
+                return self.matrix(name, *stack_shape, *in_shape, rows=(start, stop), expert=index)
 
             def gate_and_up(expert: int) -> CheckpointMatrix:
-                return self.concat_outputs(
-                    [
-                        self.matrix(name(expert, projection), *in_shape, rows=(start, stop))
-                        for projection in ("gate", "up")
-                    ]
-                )
+                return self.concat_outputs([in_matrix(expert, part) for part in ("gate", "up")])
 
             def down(expert: int) -> CheckpointMatrix:
-                return self.matrix(name(expert, "down"), *out_shape, columns=(start, stop))
+                name, index = place(expert, "down")
+                return self.matrix(name, *stack_shape, *out_shape, columns=(start, stop), expert=index)
 
             gates_ups, downs = self.stack(local_ids, gate_and_up), self.stack(local_ids, down)
             # Experts of other ranks are checked by their headers, so that every tensor is accounted for.
-            for expert in set(range(moe.experts)) - set(local_ids):
-                for projection, shape in (("gate", in_shape), ("up", in_shape), ("down", out_shape)):
-                    self.checkpoint.check_only(name(expert, projection), shape)
+            for expert in set() if stack_shape else set(range(moe.experts)) - set(local_ids):
+                for part, shape in (("gate", in_shape), ("up", in_shape), ("down", out_shape)):
+                    self.checkpoint.check_only(place(expert, part)[0], shape)
         take = self.precise_tensor if moe.scoring == "sigmoid" else self.tensor
         gate = Gate(
             weight=self.weight(take(f"{prefix}.router.weight", moe.experts, g.hidden)),
@@ -168,7 +181,9 @@ class Loader(WeightLoader):
             shared_geometry = replace(g, intermediate=moe.shared, mlp_bias=False)
             shared = self.mlp(f"{prefix}.shared_experts", shared_geometry, self.sharding.shared_expert)
         shared_gate = self.projection(f"{prefix}.shared_gate.weight", 1, g.hidden) if moe.shared_gate else None
-        activation = Activation(g.activation) if moe.clamp is None else Activation("clamped", *moe.clamp)
+        activation = activation_of(g.activation, moe.limit)
+        if moe.clamp is not None:
+            activation = Activation("clamped", *moe.clamp)
         local = self._local_experts(moe, local_ids) if self.sharding.expert_parallel else None
         return Experts(self.kernels, gate, gates_ups, downs, *biases, shared, activation, shared_gate, local)
 
@@ -237,6 +252,11 @@ class Loader(WeightLoader):
             after_attention=norm_weight("after_attention") if g.sandwich else None,
             after_mlp=norm_weight("after_mlp") if g.sandwich else None,
         )
+
+
+def activation_of(kind: Literal["silu", "gelu_tanh"], limit: float | None) -> Activation:
+    """Return the activation of this kind; with a `limit`, that of `Moe.limit`."""
+    return Activation(kind) if limit is None else Activation("clamped_silu", limit=limit)
 
 
 def gates_last(packed: Tensor, heads: int, d: int) -> Tensor:

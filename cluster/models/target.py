@@ -32,9 +32,9 @@ class DecoderTarget:
         self._norm = load.norm("norm.weight", arch.hidden, first.unit_offset)
         self._head = _head(load, arch, self._embed)
         self.quantised = checkpoint.finish()
-        ropes = list(dict.fromkeys(g.rope for g in arch.layers))
-        self._rotaries = [RotaryTable(rope, first.rope_dim, context.max_position, dtype, device) for rope in ropes]
-        self._rope_of = [ropes.index(g.rope) for g in arch.layers]
+        ropes = list(dict.fromkeys((g.rope, g.rope_dim) for g in arch.layers))
+        self._rotaries = [RotaryTable(*rope, context.max_position, dtype, device) for rope in ropes]
+        self._rope_of = [ropes.index((g.rope, g.rope_dim)) for g in arch.layers]
         # The scale is rounded to float32, then to the compute dtype. It is not rounded if that is float64.
         scale = arch.embed_scale
         self._embed_scale = None if scale is None else torch.tensor(scale).to(device, dtype)

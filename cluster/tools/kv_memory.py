@@ -1,7 +1,6 @@
 """The KV memory of a rank, from the layers of its models. Does not import torch."""
 
 from collections.abc import Sequence
-from math import prod
 
 from cluster.arch.dtypes import COMPUTE_DTYPE_BYTES
 from cluster.arch.layer import LayerGeometry
@@ -13,8 +12,8 @@ from cluster.config.resolved import ResolvedSettings
 def cell_bytes(layer: LayerGeometry, kv_dtype: str) -> int:
     """Return the bytes of a token in one layer. `kv_dtype` is a compute dtype, or an FP8 format."""
     if kv_dtype in COMPUTE_DTYPE_BYTES:
-        return prod(layer.cell) * COMPUTE_DTYPE_BYTES[kv_dtype]
-    return layer.fp8_cell.nbytes
+        return layer.cell.numbers * COMPUTE_DTYPE_BYTES[kv_dtype]
+    return layer.cell.fp8_bytes
 
 
 def kv_memory(

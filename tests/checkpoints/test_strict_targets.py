@@ -29,7 +29,7 @@ from tests.support.slow_cases import diagonals_fast
 from tests.support.tiny_checkpoints import target_folder
 from tests.unit.models.checkpoints import Tensors, copy_of
 
-NON_TARGET_TENSORS = re.compile(r"vision|projector|mtp_layers")
+NON_TARGET_TENSORS = re.compile(r"vision|projector|mtp|eh_proj")
 
 
 def file_of(folder: Path) -> Path:

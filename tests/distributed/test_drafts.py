@@ -18,7 +18,8 @@ from tests.support.tiny_checkpoints import target_folder
 REQUESTS = 12
 DRAFTS = (
     "eagle1-layers", "eagle1-map", "mla", "windows", "mistral", "mistral-fp8", "mistral-mla", "mimo", "nextn",
-    "nextn-sparse", "step", "qwen3-next", "glm", "mimo x3", "nextn x3", "nextn-sparse x3", "step x3",
+    "nextn-sparse", "step", "qwen3-next", "glm", "mimo x3", "mimo-v2 x3", "nextn x3", "nextn-sparse x3", "step x3",
+    "step-3.5 x3",
 )  # fmt: skip
 """Names of drafts in the test registry: every kind of draft except plain EAGLE-3, which `test_parity` runs everywhere.
 """

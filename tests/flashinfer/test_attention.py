@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.arch.cell import CodedCell
+from cluster.arch.cell import Cell
 from cluster.attention.flashinfer import plans as flashinfer_plans
 from cluster.attention.flashinfer.backend import FlashInferAttention
 from cluster.attention.flashinfer.plans import RunnerPlans
@@ -21,10 +21,10 @@ from tests.unit.attention.dense import CPU, Case
 from tests.unit.attention.test_gather_methods import KINDS, SHAPES, make_case
 
 QUICK = (("all", "full", 3), ("all", "wide window", 0), ("all", "later runners", 0), ("wide", "latent", 0))
-UNQUANTISED_KINDS = [kind for kind, given in KINDS.items() if not given.get("fp8")]
+SERVED_KINDS = [kind for kind, given in KINDS.items() if not given.get("fp8") and "values" not in given]
 SLOW = [
     (shape, kind, (0, 3, 20)[(s + k) % 3])
-    for (s, shape), (k, kind) in product(enumerate(SHAPES), enumerate(UNQUANTISED_KINDS))
+    for (s, shape), (k, kind) in product(enumerate(SHAPES), enumerate(SERVED_KINDS))
     if shape != "single rows"  # with FlashInfer, requests do not share rows
 ]
 """Every shape with every kind. Each shape and each kind occurs with every number of unknown tokens (0, 3 and 20)."""
@@ -87,7 +87,7 @@ def test_flashinfer_attention_is_right_when_recent_lengths_are_unknown() -> None
 
 
 def test_paged_view_shares_the_memory_of_the_kv_pool() -> None:
-    pool = KVPool(3, 24, (2, 2, 8), torch.float32, CPU)
+    pool = KVPool(3, 24, Cell(2, 8, 8), torch.float32, CPU)
     pool.kv.copy_(torch.randn(pool.kv.shape))
     view = paged_view(pool.kv[1], 4)
     assert view.shape == (6, 2, 4, 2, 8) and view.data_ptr() == pool.kv[1].data_ptr()
@@ -102,10 +102,10 @@ def test_flashinfer_attention_refuses_an_fp8_pool() -> None:
     """The cells of an FP8 pool are codes and scales, and FlashInfer would read them as numbers. `EngineConfig` already
     refuses such a pool; the attention refuses it too.
     """
-    attention_case, cell_shape = Case(4, 2, (9, 20), (-1,), (), 4, "run"), (2, 2, 8)
-    fp8_pool = KVPool(1, 64, cell_shape, torch.float64, CPU, CodedCell(cell_shape))
+    attention_case = Case(4, 2, (9, 20), (-1,), (), 4, "run")
+    fp8_pool = KVPool(1, 64, Cell(2, 8, 8), torch.float64, CPU, fp8=True)
     with pytest.raises(AssertionError, match="other scales"):
-        attention_factory(attention_case, 0)(fp8_pool, attention_case.table, AttentionShape(4, (None,), 0.3, 8))
+        attention_factory(attention_case, 0)(fp8_pool, attention_case.table, AttentionShape(4, (None,), 0.3))
 
 
 class OverlappedSteps:
@@ -129,7 +129,7 @@ class OverlappedSteps:
 def plans() -> Iterator[RunnerPlans]:
     attention_case = Case(4, 2, (9, 20), (-1,), (), 4, "run")
     attention = attention_factory(attention_case, 0)(
-        KVPool(1, 64, (2, 2, 8), torch.float64, CPU), attention_case.table, AttentionShape(4, (None,), 0.3, 8)
+        KVPool(1, 64, Cell(2, 8, 8), torch.float64, CPU), attention_case.table, AttentionShape(4, (None,), 0.3)
     )
     yield attention._plans
     DEVICE.read = DEVICE.begun

@@ -20,7 +20,7 @@ from cluster.engine import build_engine
 from cluster.kernels.flashinfer.library import FlashInfer, Share, find
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
-from tests.gpu.stages.flashinfer import KINDS, WideLatentCase, host_bounds_of
+from tests.gpu.stages.flashinfer import KINDS, host_bounds_of
 from tests.gpu.test_triton import CUDA, ERROR, LONG, to_device
 from tests.parity.harness import GREEDY, config_of, make_request, prompts, run
 from tests.support.tiny_checkpoints import draft_folder, target_folder
@@ -43,10 +43,10 @@ def library_for(dtype: torch.dtype) -> FlashInfer:
 def attention_of(case: Case) -> FlashInferAttention:
     table = PageTable(case.table.idle_row, case.table.length, case.page_size, CUDA)
     table.device_pages.copy_(case.table.device_pages)
-    pool = KVPool(2, case.pool.kv.shape[1], tuple(case.pool.kv.shape[2:]), case.dtype, CUDA)
+    pool = KVPool(2, case.pool.slots, case.cell, case.dtype, CUDA)
     pool.kv.copy_(case.pool.kv.nan_to_num())
     shares = [Share(True, True), Share(case.window is None, True)]
-    shape = AttentionShape(case.heads, (None, case.window), 0.3, case.values)
+    shape = AttentionShape(case.heads, (None, case.window), 0.3)
     return FlashInferAttention(pool, table, shape, library_for(case.dtype), shares)
 
 
@@ -64,7 +64,7 @@ def test_flashinfer_attention_on_cuda_matches_the_definition(
     shape: str, kind: str, unknown: int, dtype: torch.dtype
 ) -> None:
     settings = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
-    case = WideLatentCase(**settings | (LONG if shape == "long" else SHAPES[shape]) | KINDS[kind])
+    case = Case(**settings | (LONG if shape == "long" else SHAPES[shape]) | KINDS[kind])
     out = attention_output(case, attention_of(case), unknown)
     assert torch.allclose(out.cpu().double(), case.expected(), atol=2 * ERROR[dtype], rtol=0)
 
@@ -75,7 +75,7 @@ def test_overlapped_steps_with_two_wrapper_sets_give_equal_outputs() -> None:
     In the loop the host waits for the previous step only: the inputs are on the device already, and the outputs are
     compared after the loop.
     """
-    case = WideLatentCase(4, 2, (2500, 700), (-1, 0, 0, 1), ((100, 600),), 16, "scattered", dtype=torch.bfloat16, d=128)
+    case = Case(4, 2, (2500, 700), (-1, 0, 0, 1), ((100, 600),), 16, "scattered", dtype=torch.bfloat16, d=128)
     attention = attention_of(case)
     expected = attention_output(case, attention, 0).clone()
     seen, q, kv, sinks = (
@@ -107,7 +107,7 @@ def test_graphs_of_both_buffer_sets_match_eager_attention(kind: str, dtype: torc
     are compared after the loop.
     """
     settings = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
-    case = WideLatentCase(**settings | SHAPES["ragged"] | KINDS[kind])
+    case = Case(**settings | SHAPES["ragged"] | KINDS[kind])
     attention, host_calls_by_set, graphs = attention_of(case), [CallsBeforeReplay(), CallsBeforeReplay()], []
     seen, q, kv, sinks, segments = (
         to_device(case.attention_metadata()),

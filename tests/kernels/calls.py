@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cluster.arch.cell import Cell
 from cluster.attention.c_backend import CAttention
 from cluster.capture.tape import Tape
 from cluster.kernels.c_kernels import CKernels
@@ -89,7 +90,7 @@ def tree_results(library: Library) -> Iterator[tuple[str, Tensor]]:
             chances = CNodeChances(library, limits.device)
             chances.count(tree, accepted, sampled, limits)
             lookup.count(found.matched, accepted.accept_len - 1, accepted.accept_len, limits)
-            pool = CPool(2, 40, (2, 1, 3), dtype, limits.device, library=library)
+            pool = CPool(2, 40, Cell(1, 3, 3), dtype, limits.device, library=library)
             pool.kv.copy_(random_tensor(*pool.kv.shape, dtype=dtype))
             pool.move_kv_cache(torch.arange(27).view(3, 9), torch.arange(27).view(3, 9).flip(1))
             results_of_tree = [
@@ -136,7 +137,12 @@ def results(library: Library) -> Iterator[tuple[str, Tensor]]:
         for size in (1, 7, 16, 65, 256, 500):
             rows, scale = random_tensor(9, size, dtype=dtype), random_tensor(size, dtype=dtype, seed=1)
             yield f"norm {dtype} {size}", torch.stack(kernels.add_norm(rows, rows + 1, scale, 1e-5))
-            for kind in (Activation(), Activation("gelu_tanh"), Activation("clamped", 1.702, 1.5)):
+            for kind in (
+                Activation(),
+                Activation("gelu_tanh"),
+                Activation("clamped", 1.702, 1.5),
+                Activation("clamped_silu", limit=0.5),
+            ):
                 yield f"{kind} {dtype} {size}", kernels.activate(4 * random_tensor(9, 2 * size, dtype=dtype), kind)
         for size, rotary_size in ((4, 4), (10, 6), (64, 64), (96, 32)):
             heads = random_tensor(9, 5, size, dtype=dtype)

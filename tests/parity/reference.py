@@ -28,6 +28,7 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def frequencies(config: dict[str, Any], d: int) -> Tensor:
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    theta = theta[-1] if isinstance(theta, list) else theta  # of each layer, the draft's layers last
     inverse = theta ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)
     if scaling.get("rope_type") != "llama3":
         return inverse

@@ -29,17 +29,32 @@ from tests.parity.harness import (
 from tests.parity.reference import target_reference
 from tests.support.late_device import owners
 from tests.unit.models import draft_folders as write
+from tests.unit.models.draft_cases import MIMO_V2, STEP
 from tests.unit.models.draft_reference import Mtp
+from tests.unit.models.mtp_layers import WindowedMtpLayer, mimo_v2_layers, step_layers
 
+DIALECTS = ("mimo", "mimo-v2", "step", "step-3.5")
 NEXTN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 
 
+def draft_folder_of(dialect: str) -> str:
+    writers = {"mimo-v2": mimo_v2_layers, "step-3.5": step_layers}
+    return writers[dialect](3, VOCAB) if dialect in writers else write.mtp(dialect, 3, vocab=VOCAB)
+
+
 def references(dialect: str) -> list[Mtp]:
-    folder, target = write.mtp(dialect, 3, vocab=VOCAB), target_reference(tiny_pair()[0])
-    layers = []
+    folder, target = draft_folder_of(dialect), target_reference(tiny_pair()[0])
+    layers: list[Mtp] = []
     for i in range(3):
-        if dialect == "mimo":
+        if dialect == "mimo-v2":
+            prefix = f"mtp.layers.{i}."
+            layers.append(WindowedMtpLayer(folder, target, **MIMO_V2 | {"at": prefix, "inner": prefix}))
+        elif dialect == "step-3.5":
+            places = {"at": f"layers.{4 + i}.", "inner": f"layers.{4 + i}.transformer."}
+            head = f"layers.{4 + i}.shared_head.output.weight"
+            layers.append(WindowedMtpLayer(folder, target, **STEP | places | {"head": head}))
+        elif dialect == "mimo":
             prefix = f"mtp_layers.{i}."
             layers.append(Mtp(folder, target, at=prefix, parts=MIMO, hidden_first=True, zero_first=True))
         else:
@@ -53,12 +68,10 @@ def references(dialect: str) -> list[Mtp]:
 
 def multi_layer_config(dialect: str, topk: int, steps: int = 3, **overrides: object) -> EngineConfig:
     target = tiny_pair()[0]
-    return config_of(
-        target, write.mtp(dialect, 3, vocab=VOCAB), topk, steps, speculative_algorithm="NEXTN", **overrides
-    )
+    return config_of(target, draft_folder_of(dialect), topk, steps, speculative_algorithm="NEXTN", **overrides)
 
 
-@pytest.mark.parametrize("dialect", ["mimo", "step"])
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize(
     ("topk", "sampling", "page", "chunk", "memory"),
     [(1, "greedy", 4, 7, ""), (2, "0.8", 1, 64, "cached"), (4, "greedy", 16, 7, "scarce"), (1, "filtered", 4, -1, "")],
@@ -109,7 +122,7 @@ def chain_of(layers: list[Mtp], text: list[int], committed: int) -> list[int]:
     return known_tokens[committed + 1 :]
 
 
-@pytest.mark.parametrize("dialect", ["mimo", "step"])
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("memory", ["chunked", "cached", "scarce"])
 def test_each_draft_level_matches_its_mtp_layer_in_the_reference(dialect: str, memory: str) -> None:
     """With chunked prompts, accepted paths of every length, cached prefixes, and retraction."""

@@ -24,10 +24,11 @@ FAMILIES = {
     "some layers": ("gpt_oss", "own layer types"),
     "all layers": ("mistral", "window of 9"),
     "most layers": ("gemma3", "three local, one global"),
+    "two widths": ("mimo_v2", "one full KV head, two with a window"),
 }
 """By which layers of the target have a sliding window."""
-DRAFTS = {"some layers": "specforge", "all layers": "windows", "most layers": "step x3"}
-"""The draft of each: without a window, with one, and with three runners."""
+DRAFTS = {"some layers": "specforge", "all layers": "windows", "most layers": "step x3", "two widths": "mimo-v2 x3"}
+"""The draft of each: without a window, with one, with three runners, and with three runners with a window."""
 SHAPES = {"plain": None, "chain": (1, 3), "tree": (4, 3), "wide tree": (16, 2)}
 
 

@@ -73,6 +73,63 @@ def write_mimo(folder: Path, config: Any) -> None:
     (folder / "config.json").write_text(json.dumps(data))
 
 
+def write_mimo_v2(folder: Path, config: Any) -> None:
+    """Give a MiMo-V2-Flash checkpoint the config keys of the published one, and a tensor of its draft."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "model.mtp.layers.0.eh_proj.weight": torch.zeros(2)}, folder / "model.safetensors")
+    data = json.loads((folder / "config.json").read_text())
+    layer_types, mlp_types, ropes = (data.pop(key) for key in ("layer_types", "mlp_layer_types", "rope_parameters"))
+    data |= {
+        "hybrid_layer_pattern": [int(layer_type == "sliding_attention") for layer_type in layer_types],
+        "moe_layer_freq": [int(mlp_type == "sparse") for mlp_type in mlp_types],
+        "rope_theta": ropes["full_attention"]["rope_theta"],
+        "swa_rope_theta": ropes["sliding_attention"]["rope_theta"],
+        "partial_rotary_factor": ropes["full_attention"]["partial_rotary_factor"],
+        "swa_num_attention_heads": data["num_attention_heads"],
+        "swa_num_key_value_heads": 2 * data["num_key_value_heads"],
+        "swa_head_dim": data["head_dim"],
+        "swa_v_head_dim": data["v_head_dim"],
+        "sliding_window_size": data["sliding_window"] - 1,
+        "sliding_window": data["sliding_window"] - 1,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "layernorm_epsilon": data.pop("rms_norm_eps"),
+        "routed_scaling_factor": None,
+        "n_shared_experts": None,
+    }
+    (folder / "config.json").write_text(json.dumps(data))
+
+
+def write_step(folder: Path, config: Any) -> None:
+    """Turn a Step-3.7 checkpoint into one of Step-3.5: its language model alone, with the config keys of the published
+    one, whose lists have an entry for an MTP layer behind those of the layers, and a tensor of that layer.
+    """
+    stored = load_file(folder / "model.safetensors")
+    tensors = {name: tensor for name, tensor in stored.items() if not name.startswith("vi")}
+    layers = config.text_config.num_hidden_layers
+    save_file({**tensors, f"model.layers.{layers}.eh_proj.weight": torch.zeros(2)}, folder / "model.safetensors")
+    data = json.loads((folder / "config.json").read_text())["text_config"]
+    ropes, types, mlps = (data.pop(key) for key in ("rope_parameters", "layer_types", "mlp_layer_types"))
+    data |= {
+        "architectures": ["Step3p5ForCausalLM"],
+        "num_nextn_predict_layers": 1,
+        "layer_types": [*types, "sliding_attention"],
+        "moe_layers_enum": ",".join(str(index) for index, kind in enumerate(mlps) if kind == "sparse"),
+        "rope_theta": [ropes[kind]["rope_theta"] for kind in [*types, "sliding_attention"]],
+        "partial_rotary_factors": [ropes[kind]["partial_rotary_factor"] for kind in [*types, "sliding_attention"]],
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": data.pop("num_sliding_attention_heads"),
+            "num_attention_groups": data["num_key_value_heads"],
+        },
+        "num_attention_groups": data.pop("num_key_value_heads"),
+        "moe_num_experts": data.pop("n_routed_experts"),
+        "moe_top_k": data.pop("num_experts_per_tok"),
+        "share_expert_dims": data.pop("share_expert_dim"),
+    }
+    (folder / "config.json").write_text(json.dumps(data))
+
+
 def write_kimi(folder: Path, config: Any) -> None:
     """Turn a DeepSeek-V3 checkpoint into a Kimi-K2.5 checkpoint.
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cluster.arch.cell import CodedCell
+from cluster.arch.cell import Cell
 from cluster.attention.ancestor_bits import chain_bits
 from cluster.attention.flashinfer.plans import PAGES_PER_PROGRAM
 from cluster.attention.shape import AttentionShape
@@ -62,6 +62,7 @@ class Shape(NamedTuple):
     size: int
     inner: int
     value: int | None = None
+    latent: bool = False
     sinks: bool = False
     window: int | None = None
     rotated: int | None = None
@@ -76,12 +77,18 @@ SHAPES = {
     "Qwen3-30B-A3B": Shape(2048, 32, 4, 128, 768, head_norms=True),
     "Gemma 3": Shape(2560, 8, 4, 256, 10240, window=1024, head_norms=True, activation=Activation("gelu_tanh")),
     "gpt-oss": Shape(2880, 64, 8, 64, 2880, sinks=True, window=128, activation=Activation("clamped", 1.702, 7.0)),
-    "DeepSeek": Shape(7168, 128, 1, 576, 2048, value=512, rotated=64),
-    "DeepSeek, an eighth": Shape(7168, 16, 1, 576, 2048, value=512, rotated=64),
+    "DeepSeek": Shape(7168, 128, 1, 576, 2048, value=512, latent=True, rotated=64),
+    "DeepSeek, an eighth": Shape(7168, 16, 1, 576, 2048, value=512, latent=True, rotated=64),
     "Llama-3.1-8B, FP8 cache": Shape(4096, 32, 8, 128, 14336, fp8=True),
     "gpt-oss, FP8 cache": Shape(2880, 64, 8, 64, 2880, sinks=True, window=128, fp8=True),
-    "small latents": Shape(2048, 16, 1, 320, 1408, value=256, rotated=64),
-    "DeepSeek, FP8 cache": Shape(7168, 128, 1, 576, 2048, value=512, rotated=64, fp8=True),
+    "small latents": Shape(2048, 16, 1, 320, 1408, value=256, latent=True, rotated=64),
+    "DeepSeek, FP8 cache": Shape(7168, 128, 1, 576, 2048, value=512, latent=True, rotated=64, fp8=True),
+    "Step-3.5": Shape(
+        4096, 96, 8, 128, 1280, window=512, head_norms=True, activation=Activation("clamped_silu", limit=7.0)
+    ),
+    "MiMo-V2": Shape(4096, 64, 4, 192, 16384, value=128, rotated=64),
+    "MiMo-V2, window": Shape(4096, 64, 8, 192, 2048, value=128, rotated=64, sinks=True, window=129),
+    "MiMo-V2, FP8 cache": Shape(4096, 64, 4, 192, 16384, value=128, rotated=64, fp8=True),
     "GLM-4": Shape(4096, 32, 2, 128, 13696, rotated=64),
 }
 # Of trees: requests, topk, depth, nodes. Of experts: active experts, all experts, columns of their results, biases.
@@ -153,13 +160,13 @@ def sampler_programs() -> Iterator[tuple[str, StartedProgram]]:
     with record_launches() as programs:
         TritonSampler().noise(row_integers, row_integers, 7, noise.hashes, torch.bfloat16)
     yield from ((program.program.__name__, program) for program in programs)
-    moves: tuple[tuple[str, CodedCell | None, WindowMap | None], ...] = (
-        ("move", None, None),
-        ("move, FP8", CodedCell((2, 8, 128)), None),
-        ("move, window pool", None, WindowMap(64, 16, CPU)),
+    moves: tuple[tuple[str, bool, WindowMap | None], ...] = (
+        ("move", False, None),
+        ("move, FP8", True, None),
+        ("move, window pool", False, WindowMap(64, 16, CPU)),
     )
-    for name, coded_cell, window_map in moves:
-        pool = TritonPool(2, 64, (2, 8, 128), torch.bfloat16, CPU, coded_cell, window_map)
+    for name, fp8, window_map in moves:
+        pool = TritonPool(2, 64, Cell(8, 128, 128), torch.bfloat16, CPU, fp8, window_map)
         with record_launches() as programs:
             pool.move_kv_cache(torch.zeros(8, 6, dtype=torch.int64), torch.zeros(8, 6, dtype=torch.int64))
         yield from ((name, program) for program in programs)
@@ -199,14 +206,14 @@ def _attend(
     prompt_rows: PromptRows | None,
     backend_class: type[TritonAttention] = TritonAttention,
 ) -> None:
-    table, cell = PageTable(64, 4096, 16, CPU), (2, shape.kv_heads, shape.size)
-    cell = cell if shape.value is None else (1, 1, shape.size)
+    table = PageTable(64, 4096, 16, CPU)
+    cell = Cell(shape.kv_heads, shape.size, shape.value or shape.size, shape.latent)
     window_map = None if shape.window is None else WindowMap(64, 16, CPU)  # such layers are in window pools
-    pool = KVPool(1, 32, cell, dtype, CPU, CodedCell(cell, shape.value) if shape.fp8 else None, window_map)
-    backend = backend_class(pool, table, AttentionShape(shape.heads, (shape.window,), None, shape.value))
+    pool = KVPool(1, 32, cell, dtype, CPU, shape.fp8, window_map)
+    backend = backend_class(pool, table, AttentionShape(shape.heads, (shape.window,)))
     backend._processors = 132
     backend.bind(AttentionMetadata(torch.zeros(rows, dtype=torch.int64), tree, prompt_rows))
-    kv = torch.zeros(rows, *cell, dtype=dtype)
+    kv = torch.zeros(rows, *cell.shape, dtype=dtype)
     sinks = torch.zeros(shape.heads, dtype=dtype) if shape.sinks else None
     backend(0, torch.zeros(rows, shape.heads, shape.size, dtype=dtype), kv, sinks)
 

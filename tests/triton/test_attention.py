@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.arch.cell import Cell
 from cluster.attention.ancestor_bits import chain_bits
 from cluster.attention.shape import AttentionShape
 from cluster.attention.triton_backend import TritonAttention
@@ -97,8 +98,8 @@ def table_and_attention() -> tuple[PageTable, TritonAttention]:
     """The page table of one request, and an attention backend with one layer on it."""
     table = PageTable(1, 64, 16, CPU)
     table.device_pages[0] = torch.arange(table.device_pages.shape[1]) + 1
-    pool = KVPool(1, 100, (2, 2, 24), torch.float32, CPU)
-    return table, TritonAttention(pool, table, AttentionShape(4, (None,), 0.3, 24))
+    pool = KVPool(1, 100, Cell(2, 24, 24), torch.float32, CPU)
+    return table, TritonAttention(pool, table, AttentionShape(4, (None,), 0.3))
 
 
 def test_non_finite_kv_affects_only_its_own_row() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cluster.arch.cell import CodedCell
+from cluster.arch.cell import Cell
 from cluster.kv.triton_pool import TritonPool
 from tests.unit.kernels.test_product import DTYPES
 from tests.unit.kv.move_contract import (
@@ -19,14 +19,12 @@ from tests.unit.kv.move_contract import (
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("count", [1, 3, 6])
-def test_triton_kv_move_matches_reference_with_overlapping_slots(
-    count: int, cell: tuple[int, int, int], dtype: torch.dtype
-) -> None:
+def test_triton_kv_move_matches_reference_with_overlapping_slots(count: int, cell: Cell, dtype: torch.dtype) -> None:
     check_overlapping_moves(TritonPool, count, cell, dtype)
 
 
 @pytest.mark.parametrize("cell", FP8_CELLS)
-def test_triton_kv_move_copies_fp8_codes_and_scales(cell: CodedCell) -> None:
+def test_triton_kv_move_copies_fp8_codes_and_scales(cell: Cell) -> None:
     check_fp8_moves(TritonPool, cell)
 
 

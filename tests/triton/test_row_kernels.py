@@ -11,7 +11,12 @@ from tests.unit.kernels.test_rows import check_rotations, scale_dtype
 
 REFERENCE, TRITON = TorchKernels(), TritonKernels()
 ROWS = (0, 1, 3)
-KINDS = (Activation(), Activation("gelu_tanh"), Activation("clamped", 1.702, 1.5))
+KINDS = (
+    Activation(),
+    Activation("gelu_tanh"),
+    Activation("clamped", 1.702, 1.5),
+    Activation("clamped_silu", limit=0.5),
+)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])

@@ -14,7 +14,10 @@ from cluster.arch.draft.spec import DraftLayer, DraftSpec
 from cluster.arch.draft.widths import check_same_target, check_same_width, draft_geometry, is_latent, latent_geometry
 from cluster.arch.families.deepseek import NAMES as DEEPSEEK_NAMES
 from cluster.arch.families.glm import glm4_moe
+from cluster.arch.families.mimo import SINK_NAMES, mimo_v2_layers
 from cluster.arch.families.qwen import NEXT_DEFAULTS, NEXT_NAMES, read_qwen3_next_moe
+from cluster.arch.families.step import NAMES as STEP_NAMES
+from cluster.arch.families.step import step3p5_layer
 from cluster.arch.keys import ConfigKeys, Shapes, dtype_of
 from cluster.arch.layer import LayerGeometry
 from cluster.arch.target import TargetArch
@@ -65,6 +68,7 @@ STEP = replace(
     chained=True,
     recurrent="pre",
     zero_first=False,
+    tensor_name_rules=STEP_NAMES,
 )
 MIMO = MtpFormat(
     "mimo",
@@ -76,6 +80,18 @@ MIMO = MtpFormat(
     "final_layernorm.",
     None,
     concat_order="hidden_first",
+)
+MIMO_V2 = MtpFormat(
+    "mimo-v2",
+    "mtp.layers.{index}.",
+    "mtp.layers.{index}.",
+    "eh_proj.",
+    "enorm.",
+    "hnorm.",
+    "final_layernorm.",
+    None,
+    zero_first=False,
+    tensor_name_rules=(*SINK_NAMES, (r"\.post_attention_layernorm\.", ".pre_mlp_layernorm.")),
 )
 QWEN = MtpFormat(
     "qwen3-next",
@@ -98,12 +114,19 @@ def recognise_mtp_format(shapes: Shapes) -> tuple[MtpFormat, list[int]]:
     if mimo_layers:
         return MIMO, sorted(mimo_layers)
     if any(name.startswith("mtp.") for name in shapes):
-        return QWEN, sorted({int(match[1]) for n in shapes if (match := re.match(r"mtp\.layers\.(\d+)\.", n))})
+        is_mimo_v2 = any(re.match(r"mtp\.layers\.\d+\.eh_proj\.", name) for name in shapes)
+        numbers = {int(match[1]) for n in shapes if (match := re.match(r"mtp\.layers\.(\d+)\.", n))}
+        return MIMO_V2 if is_mimo_v2 else QWEN, sorted(numbers)
     layer_numbers = sorted(
         {int(match[1]) for n in shapes if (match := re.match(r"layers\.(\d+)\.(eh_proj|shared_head|[eh]norm)\.", n))}
     )
-    is_step = any(re.match(r"layers\.\d+\.(transformer|shared_head\.output)\.", n) for n in shapes)
-    return (STEP if is_step else NEXTN), layer_numbers
+    has_transformer, has_output = (
+        any(re.match(rf"layers\.\d+\.{part}\.", name) for name in shapes)
+        for part in ("transformer", r"shared_head\.output")
+    )
+    if has_transformer or has_output:
+        return STEP if has_transformer else replace(STEP, layer_prefix=STEP.prefix), layer_numbers
+    return NEXTN, layer_numbers
 
 
 def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, facts: FactResolver) -> DraftSpec:
@@ -123,9 +146,7 @@ def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, 
         raise ConfigError(
             f"draft {folder!r}: num_nextn_predict_layers is {configured_count} but it holds MTP layers {layer_numbers}"
         )
-    geometry = _layer_geometry(
-        folder, keys, shapes, mtp_format, mtp_format.layer_prefix.format(index=layer_numbers[0]).rstrip(".")
-    )
+    geometry = _layer_geometry(folder, keys, shapes, mtp_format, layer_numbers[0])
     if mtp_format.unit_offset:
         geometry = replace(geometry, unit_offset=True)
     check_same_width(folder, geometry.hidden, target)
@@ -167,14 +188,19 @@ def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, 
     )
 
 
-def _layer_geometry(folder: str, keys: ConfigKeys, shapes: Shapes, mtp_format: MtpFormat, prefix: str) -> LayerGeometry:
-    """Return the geometry of the decoder layer. Its tensors decide between latent and grouped-query attention, and
-    between a dense MLP and experts.
+def _layer_geometry(folder: str, keys: ConfigKeys, shapes: Shapes, mtp_format: MtpFormat, number: int) -> LayerGeometry:
+    """Return the geometry of the decoder layer of MTP layer `number`. Its tensors decide between latent and
+    grouped-query attention, and between a dense MLP and experts.
 
     Raises:
         ConfigError: the layer has experts that are not served in this format.
     """
+    prefix = mtp_format.layer_prefix.format(index=number).rstrip(".")
     is_dense = any(f"{prefix}.mlp.{part}_proj.weight" in shapes for part in ("gate", "up", "down"))
+    if mtp_format is MIMO_V2:  # its layers have a sliding window, and a dense MLP
+        return mimo_v2_layers(keys)[1]
+    if f"{prefix}.self_attn.g_proj.weight" in shapes:
+        return step3p5_layer(keys, number, has_experts=not is_dense)
     if mtp_format is QWEN:
         full_keys = keys.with_defaults(NEXT_DEFAULTS)
         gated_layer = replace(draft_geometry(folder, full_keys, shapes, prefix, allow_partial_rotary=True), gated=True)

@@ -143,7 +143,7 @@ class DraftSpec:
         if self.runners == 1:
             return self.ignored_patterns
         other_numbers = "|".join(str(self.first_index + i) for i in range(self.runners) if i != runner)
-        return (*self.ignored_patterns, rf"^(layers|mtp_layers)\.({other_numbers})\.")
+        return (*self.ignored_patterns, rf"^(layers|mtp_layers|mtp\.layers)\.({other_numbers})\.")
 
     def info(self) -> DraftInfo:
         """Return a summary of the draft, with the source of each convention that tensors cannot show."""

@@ -17,7 +17,7 @@ def gpt_oss(keys: ConfigKeys) -> TargetArch:
         active=keys.integer("num_experts_per_tok", 4),
         intermediate=width,
         router_bias=True,
-        stacked=True,
+        storage="interleaved",
         clamp=(keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0)),
     )
     layer = replace(geometry_of(full_keys, theta=150000.0), sinks=True, moe=moe)

@@ -8,6 +8,7 @@ from cluster.arch.families.deepseek import deepseek_v3
 from cluster.arch.families.gemma3 import gemma3
 from cluster.arch.families.llama import llama, ministral3, mistral
 from cluster.arch.families.qwen import qwen2
+from cluster.arch.families.step import step3p5
 from cluster.arch.keys import ConfigKeys
 from cluster.arch.target import TargetArch
 
@@ -16,6 +17,7 @@ WRAPPERS = (
     "Mistral3ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
+    "Step3p7ForConditionalGeneration",
 )
 TEXT_FAMILIES: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     "llama": llama,
@@ -25,6 +27,7 @@ TEXT_FAMILIES: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     "deepseek_v3": deepseek_v3,
     "qwen2": qwen2,
     "gemma3_text": gemma3,
+    "step3p5": step3p5,
 }
 LLAMA_7B: Mapping[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 # Values that published text_configs leave out, because at publication they were the defaults of the model type.
@@ -40,7 +43,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {**LLAMA_7B, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
     "gemma3_text": {"hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216},
 }
-NON_TEXT_TENSORS = (r"^(vision_tower|multi_modal_projector|mm_projector)\.",)
+NON_TEXT_TENSORS = (r"^(vision_tower|vision_model|multi_modal_projector|mm_projector|vit_large_projector)\.",)
 
 
 def read_wrapped(keys: ConfigKeys, wrapper: str) -> TargetArch:

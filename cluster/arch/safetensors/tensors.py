@@ -58,9 +58,12 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> NamedShapes:
 
 
 def _attention(prefix: str, g: LayerGeometry) -> NamedShapes:
-    for part, heads in (("q", g.heads), ("k", g.kv_heads), ("v", g.kv_heads)):
-        yield from _linear(f"{prefix}.{part}_proj", heads * g.head_dim, g.hidden, g.attention_bias)
-    yield from _linear(f"{prefix}.o_proj", g.hidden, g.heads * g.head_dim, g.out_bias)
+    sizes = ("q", g.heads * g.head_dim), ("k", g.kv_heads * g.head_dim), ("v", g.kv_heads * g.value_dim)
+    for part, columns in sizes:
+        yield from _linear(f"{prefix}.{part}_proj", columns, g.hidden, g.attention_bias)
+    yield from _linear(f"{prefix}.o_proj", g.hidden, g.heads * g.value_dim, g.out_bias)
+    if g.head_gate:
+        yield f"{prefix}.g_proj.weight", (g.heads, g.hidden)
     if g.qk_norm:
         yield from ((f"{prefix}.{part}_norm.weight", (g.head_dim,)) for part in "qk")
     if g.sinks:
@@ -94,7 +97,10 @@ def _experts(prefix: str, hidden: int, moe: Moe) -> NamedShapes:
     yield from _linear(f"{prefix}.router", e, hidden, moe.router_bias)
     if moe.correction:
         yield f"{prefix}.router.correction", (e,)
-    if moe.stacked:
+    if moe.storage == "stacked":
+        for part, shape in (("gate", (i, hidden)), ("up", (i, hidden)), ("down", (hidden, i))):
+            yield f"{prefix}.experts.{part}_proj.weight", (e, *shape)
+    elif moe.storage == "interleaved":
         yield f"{prefix}.experts.gate_up_proj", (e, hidden, 2 * i)
         yield f"{prefix}.experts.gate_up_proj_bias", (e, 2 * i)
         yield f"{prefix}.experts.down_proj", (e, i, hidden)

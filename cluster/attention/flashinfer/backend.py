@@ -8,6 +8,7 @@ rounding.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -38,13 +39,11 @@ class FlashInferAttention(TritonAttention):
         """Bind to a pool and to the page table of the rank. `shape` is the shape of the model's attention. `shares`
         says for each layer what FlashInfer computes.
         """
-        assert pool.fp8_cell is None, "its FP8 caches have other scales than ours"
+        assert not pool.fp8, "its FP8 caches have other scales than ours"
         super().__init__(pool, table, shape)
         reader_arguments = flashinfer, pool.kv, table.page_size, self._heads, self._scale
-        is_latent = pool.kv.shape[2] == 1
-        reader: CellReader = (
-            LatentReader(*reader_arguments, self._value_dim) if is_latent else PagedReader(*reader_arguments)
-        )
+        latent_reader = partial(LatentReader, value_dim=self._value_dim)
+        reader: CellReader = (latent_reader if pool.cell.is_latent else PagedReader)(*reader_arguments)
         self._plans = RunnerPlans(reader, table)
         shares_and_windows = list(zip(shares, self._windows, strict=True))
         self._tree_windows = {window for share, window in shares_and_windows if share.trees}

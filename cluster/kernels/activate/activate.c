@@ -2,7 +2,7 @@
 #include "../c/threads.h"
 #include "../c/vector.h"
 
-enum { SILU, GELU_TANH, CLAMPED };
+enum { SILU, GELU_TANH, CLAMPED, CLAMPED_SILU };
 
 struct job {
     const stored *both;
@@ -12,6 +12,13 @@ struct job {
 };
 
 INLINE vec least(vec a, vec b) { return (vec)(((ints)a & (a < b)) | ((ints)b & ~(a < b))); }
+
+/* Returns x where it is NaN, and 0 elsewhere. */
+INLINE vec only_nan(vec x) { return (vec)((x != x) & (ints)x); }
+
+INLINE vec at_most(vec x, vec limit) { return least(x, limit) + only_nan(x); }
+
+INLINE vec within(vec x, vec limit) { return -least(-least(x, limit), limit) + only_nan(x); }
 
 INLINE vec sigmoid(vec x) { return (real)1 / ((real)1 + exponential(-x)); }
 
@@ -23,10 +30,10 @@ INLINE vec activated(const struct job *j, vec gate, vec up)
         vec y = (real)0.79788456080286535588 * (gate + (real)0.044715 * gate * gate * gate);
         return gate * sigmoid(y + y) * up;
     }
-    vec most = all(j->limit), nan = (vec)((gate != gate) & (ints)gate);
-    gate = least(gate, most) + nan;
-    vec low = least(up, most), high = -least(-low, most) + (vec)((up != up) & (ints)up);
-    return (high + (real)1) * gate * sigmoid(gate * j->alpha);
+    vec limit = all(j->limit);
+    if (j->kind == CLAMPED_SILU) return at_most(gate * sigmoid(gate), limit) * within(up, limit);
+    gate = at_most(gate, limit);
+    return (within(up, limit) + (real)1) * gate * sigmoid(gate * j->alpha);
 }
 
 static void part(const void *data, int64_t part, int64_t parts)

@@ -40,7 +40,9 @@ def activate(gate_up, out, size, alpha, limit, KIND: tl.constexpr, ACC_DTYPE: tl
         tanh_input = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         activated = gate * sigmoid(2 * tanh_input) * up  # (1 + tanh x) / 2 = sigmoid(2 x)
     else:
+        if KIND == "clamped_silu":
+            gate *= sigmoid(gate)
         gate = tl.where(gate > limit, limit, gate)  # keeps NaN, which tl.minimum may not
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        activated = (up + 1) * gate * sigmoid(alpha * gate)
+        activated = gate * up if KIND == "clamped_silu" else (up + 1) * gate * sigmoid(alpha * gate)
     tl.store(out + row * size + offsets, activated.to(out.dtype.element_ty), mask=mask)

@@ -16,11 +16,11 @@
  */
 static int store_coded(const struct aerie_attend *a, const stored *from, uint8_t *to)
 {
-    int64_t count = a->parts * a->kv_heads * a->size, some = a->parts == 1 ? a->value : a->size;
-    uint8_t *scales = to + count;
-    memset(scales, 0, a->coded - count);
-    for (int64_t i = 0, group = 0; i < count; group++, i += some) {
-        if (a->parts == 1 && group) some = count - i; /* the second group: the rotated key behind a latent */
+    uint8_t *scales = to + a->cell;
+    memset(scales, 0, a->coded - a->cell);
+    for (int64_t i = 0, group = 0, some; i < a->cell; group++, i += some) {
+        /* A latent has two groups: the value, and the rotated key. */
+        some = a->latent ? (group ? a->cell - i : a->value) : i < a->values ? a->size : a->value;
         pattern most = greatest(from + i, some);
         if (most > MOST) {
             memset(to, 0, a->coded);
@@ -56,13 +56,13 @@ static void store_part(const void *data, int64_t part, int64_t parts)
 {
     const struct job *j = data;
     const struct aerie_attend *a = j->a;
-    int64_t cell = a->parts * a->kv_heads * a->size, first = a->rows * part / parts, last = a->rows * (part + 1) / parts;
+    int64_t first = a->rows * part / parts, last = a->rows * (part + 1) / parts;
     for (int64_t t = part ? first : 0; t < (part ? last : a->rows); t++) {
         int64_t page = own_page(a, a->write[t] / a->page_size), slot = page * a->page_size + a->write[t] % a->page_size;
         if (slot < a->page_size ? part != 0 : t >= last) continue;
         const stored *from = a->kv + t * a->kv_stride;
         j->bad[t] = a->coded ? store_coded(a, from, (uint8_t *)a->memory + slot * a->coded)
-                             : store_plain(from, (stored *)a->memory + slot * cell, cell);
+                             : store_plain(from, (stored *)a->memory + slot * a->cell, a->cell);
     }
 }
 
@@ -216,7 +216,7 @@ void NAMED(aerie_attend)(const struct aerie_attend *a)
     }
     struct job j = {.a = a, .tasks = tasks, .turns = turns, .bad = bad, .count = count, .repeat = repeat,
                     .deep = up(a->size, LANES), .wide = up(a->value, LANES)};
-    int64_t enough = 1 + a->rows * a->parts * a->kv_heads * a->size / 8192;
+    int64_t enough = 1 + a->rows * a->cell / 8192;
     aerie_spread(store_part, &j, larger(1, smaller(a->threads, enough)));
     int64_t kept = 0;
     if (count && count < a->threads) { /* fewer tasks than threads: split long tasks by blocks */

@@ -9,7 +9,7 @@
 #define AHEAD 128 /* a cell is prefetched this many cells before its use */
 
 struct aerie_attend {
-    void *memory; /* one layer: [slots, parts, kv_heads, size], or [slots, coded] bytes */
+    void *memory; /* one layer: [slots, cell] numbers, or [slots, coded] bytes */
     const stored *q, *kv, *sinks;
     stored *out;
     const int64_t *write;
@@ -17,7 +17,10 @@ struct aerie_attend {
     const int64_t *tree_rows, *tree_lens;
     const int32_t *bits;
     const int64_t *text_rows, *text_starts, *indptr;
-    int64_t rows, q_stride, kv_stride, parts, heads, kv_heads, size, value;
+    /* A cell has `cell` numbers: a key of `size` numbers for each KV head, and from number `values` on a value of `value`
+     * numbers for each. A cell that is a latent (`latent`) is one key, whose first `value` numbers are its value.
+     */
+    int64_t rows, q_stride, kv_stride, heads, kv_heads, size, value, cell, values, latent;
     int64_t pages_each, page_size;
     int64_t requests, each, words, bits_stride;
     int64_t chunks, first, window, threads;
@@ -82,20 +85,26 @@ INLINE void widened_to(real *to, const stored *from, int64_t size, int64_t whole
 
 enum { KEY, VALUE };
 
-/* Decodes a key or a value of an FP8 cell to `to`. In a latent (one part), the rotated key after the first `value`
- * numbers has its own scale.
+/* Where the key or the value of a KV head begins in a cell. */
+INLINE int64_t offset_in_cell(const struct aerie_attend *a, int which, int64_t head)
+{
+    return which == KEY ? head * a->size : a->values + head * a->value;
+}
+
+/* Decodes a key or a value of an FP8 cell to `to`. In a latent, the rotated key after the first `value` numbers has its
+ * own scale.
  */
 INLINE void decoded_to(const struct job *j, int which, int64_t slot, int64_t head, real *to)
 {
     const struct aerie_attend *a = j->a;
-    const uint8_t *cell = (const uint8_t *)a->memory + slot * a->coded, *scales = cell + a->parts * a->kv_heads * a->size;
-    if (a->parts == 1 && which == KEY) {
+    const uint8_t *cell = (const uint8_t *)a->memory + slot * a->coded, *scales = cell + a->cell;
+    if (a->latent && which == KEY) {
         decode(to, cell, a->value, a->value, scales[0]);
         decode(to + a->value, cell + a->value, a->size - a->value, j->deep - a->value, scales[1]);
         return;
     }
-    int64_t group = a->parts == 1 ? 0 : which * a->kv_heads + head;
-    decode(to, cell + group * a->size, which == KEY ? a->size : a->value, which == KEY ? j->deep : j->wide, scales[group]);
+    int64_t group = a->latent ? 0 : which * a->kv_heads + head, count = which == KEY ? a->size : a->value;
+    decode(to, cell + offset_in_cell(a, which, head), count, which == KEY ? j->deep : j->wide, scales[group]);
 }
 
 /* Returns whether cells can be used in place: they are stored as `real`, and their size is a multiple of LANES. If not,
@@ -114,8 +123,7 @@ INLINE const real *placed(const struct job *j, int which, int64_t slot, int64_t 
         decoded_to(j, which, slot, head, copy);
         return copy;
     }
-    const stored *from = (const stored *)a->memory + (slot * a->parts * a->kv_heads + head) * a->size;
-    if (which == VALUE && a->parts == 2) from += a->kv_heads * a->size;
+    const stored *from = (const stored *)a->memory + slot * a->cell + offset_in_cell(a, which, head);
 #if KIND != 16
     if (in_place(j)) return from;
 #endif
@@ -129,11 +137,11 @@ INLINE const real *placed(const struct job *j, int which, int64_t slot, int64_t 
 INLINE void asked(const struct job *j, const struct task *t, int which, int64_t p, int64_t stop)
 {
     const struct aerie_attend *a = j->a;
-    int64_t each = a->coded ? 1 : sizeof(stored), count = a->parts * a->kv_heads * a->size * each;
-    int64_t bytes = a->size * each, cell = a->coded ? a->coded : count, page = a->page_size;
+    int64_t each = a->coded ? 1 : sizeof(stored), count = a->cell * each, page = a->page_size;
+    int64_t bytes = (which == KEY ? a->size : a->value) * each, cell = a->coded ? a->coded : count;
     for (int64_t slot = 0, left = 0; p < stop; p++, slot++, left--) {
         if (!left) slot = slot_of(a, t->table, p), left = page - p % page;
-        const char *from = (const char *)a->memory + slot * cell + (which * a->kv_heads + t->head) * bytes;
+        const char *from = (const char *)a->memory + slot * cell + offset_in_cell(a, which, t->head) * each;
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
         if (a->coded && which == KEY) __builtin_prefetch((const char *)a->memory + slot * cell + count, 0, 2);
     }
@@ -144,7 +152,7 @@ static void placed_run(const struct job *j, const struct task *t, int which, int
                        real *copies)
 {
     const struct aerie_attend *a = j->a;
-    int64_t each = larger(j->deep, j->wide), page = a->page_size, cell = a->parts * a->kv_heads * a->size;
+    int64_t each = larger(j->deep, j->wide), page = a->page_size, cell = a->cell;
     for (int64_t i = 0; i < count;) {
         int64_t slot = slot_of(a, t->table, p + i), stop = smaller(count, i + page - (p + i) % page);
 #if KIND != 16
@@ -165,7 +173,7 @@ INLINE int64_t shared_by(const struct task *t) { return t->bits ? t->start : t->
  */
 INLINE void asked_ahead(const struct job *j, const struct task *t, int which, int64_t p, int64_t n)
 {
-    if (which == VALUE && j->a->parts == 1) return; /* a latent is key and value, so its keys have been prefetched */
+    if (which == VALUE && j->a->latent) return; /* a latent is key and value, so its keys have been prefetched */
     int64_t end = shared_by(t), from = p + smaller(AHEAD, end - t->begin), to = from + n, past = to - end;
     if (from < end) asked(j, t, which, from, smaller(to, end));
     if (past <= 0 || t->splits > 1 || t + 1 == j->tasks + j->count) return;

@@ -82,10 +82,10 @@ def attend(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     CELL_SIZE: tl.constexpr,
-    VALUE_OFFSET: tl.constexpr,
+    VALUES_OFFSET: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
     VALUE_SCALES_OFFSET: tl.constexpr,
-    FP8_GROUPS: tl.constexpr,
+    KEY_SCALES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     SKIP_PREFIX: tl.constexpr,
@@ -103,9 +103,10 @@ def attend(
     """Attend rows of q `[T, HEADS, HEAD_DIM]` over `memory` `[slots, CELL_SIZE]` -> `out` `[T, HEADS, VALUE_DIM]`. If
     `SPLITS` > 1 or `SKIP_PREFIX`, write partial results to `partials` `[T, HEADS, SPLITS, VALUE_BLOCK + 2]` instead.
 
-    A cell (K and V of one token) has the keys of all KV heads, then their values. A head's value begins `VALUE_OFFSET`
-    numbers after the beginning of its key. In FP8 (`FP8_GROUPS` > 0), `CELL_SIZE` is in bytes, and a cell has
-    `SCALES_OFFSET` codes, then the scales; a value's scale is `VALUE_SCALES_OFFSET` bytes after the key's.
+    A cell (K and V of one token) has the keys of all KV heads and then, from number `VALUES_OFFSET` on, their values. A
+    latent cell is a key of one head, and begins with its value (`VALUES_OFFSET` 0). In FP8 (`KEY_SCALES` > 0),
+    `CELL_SIZE` is in bytes, and a cell has `SCALES_OFFSET` codes, then the scales. A value's scale is
+    `VALUE_SCALES_OFFSET` bytes after the key's. A key has `KEY_SCALES` scales: see `load_cells`.
 
     Trees: program p has lines of request i = p // blocks. The request's `rows_per_request` rows see the first
     `starts[i]` positions. Then come `width` slots for the nodes of its tree (window slots), of which a row sees those
@@ -181,6 +182,7 @@ def attend(
         q_front, q_back = q_front.to(ACC_DTYPE), q_back.to(ACC_DTYPE)
     pages += table * pages_per_request
     scales = memory + SCALES_OFFSET + head
+    values = memory + VALUES_OFFSET + head * VALUE_DIM
     memory += head * HEAD_DIM
     max_score = tl.full([LINES], float("-inf"), ACC_DTYPE)
     weight_sum = tl.zeros([LINES], ACC_DTYPE)
@@ -193,9 +195,9 @@ def attend(
         positions = tile * TILE + tl.arange(0, TILE)
         cells = cell_offsets(pages, window_pages, positions, end, PAGE_SIZE, CELL_SIZE, IS_WINDOW_POOL)
         max_score, weight_sum, value_sum = add_tile(
-            max_score, weight_sum, value_sum, q_front, q_back, memory, scales, cells, positions < end, positions,
-            SCALE, HEAD_DIM, VALUE_DIM, VALUE_OFFSET, VALUE_SCALES_OFFSET, FP8_GROUPS, DTYPE, FRONT, BACK, VALUE_BLOCK,
-            ACC_DTYPE, UPCAST, UNMASKED=True,
+            max_score, weight_sum, value_sum, q_front, q_back, memory, values, scales, cells, positions < end,
+            positions, SCALE, HEAD_DIM, VALUE_DIM, VALUES_OFFSET, VALUE_SCALES_OFFSET, KEY_SCALES, DTYPE, FRONT, BACK,
+            VALUE_BLOCK, ACC_DTYPE, UPCAST, UNMASKED=True,
         )  # fmt: skip
     for tile in range(start, stop - (whole_until - whole_from)):
         tile += tl.where(tile >= whole_from, whole_until - whole_from, 0)  # skips the tiles of the first loop
@@ -224,9 +226,9 @@ def attend(
             if HAS_LOWER_LIMIT:
                 visible &= labels >= first_visible[:, None]
         max_score, weight_sum, value_sum = add_tile(
-            max_score, weight_sum, value_sum, q_front, q_back, memory, scales, cells, positions < end, visible,
-            SCALE, HEAD_DIM, VALUE_DIM, VALUE_OFFSET, VALUE_SCALES_OFFSET, FP8_GROUPS, DTYPE, FRONT, BACK, VALUE_BLOCK,
-            ACC_DTYPE, UPCAST, UNMASKED=False,
+            max_score, weight_sum, value_sum, q_front, q_back, memory, values, scales, cells, positions < end,
+            visible, SCALE, HEAD_DIM, VALUE_DIM, VALUES_OFFSET, VALUE_SCALES_OFFSET, KEY_SCALES, DTYPE, FRONT, BACK,
+            VALUE_BLOCK, ACC_DTYPE, UPCAST, UNMASKED=False,
         )  # fmt: skip
     value_offsets = tl.arange(0, VALUE_BLOCK)
     index = batch_rows * HEADS + line_heads

@@ -26,14 +26,14 @@ def load_cells(
     COUNT: tl.constexpr,
     CELL_SIZE: tl.constexpr,
     SECOND_SCALE_FROM: tl.constexpr,
-    FP8_GROUPS: tl.constexpr,
+    KEY_SCALES: tl.constexpr,
     DTYPE: tl.constexpr,
     UNMASKED: tl.constexpr,
 ):
     """Return numbers `FIRST` to `FIRST + COUNT - 1` of the cells that begin at offsets `cells`, as `[cells, COUNT]`.
 
     A cell has `CELL_SIZE` numbers; beyond these the result is 0. If `UNMASKED`, all cells are read. If not, cells that
-    the mask `cell_mask` excludes give 0. If `FP8_GROUPS` is 0, numbers are returned as stored. If it is 1 or 2, they
+    the mask `cell_mask` excludes give 0. If `KEY_SCALES` is 0, numbers are returned as stored. If it is 1 or 2, they
     are FP8 codes, decoded to dtype `DTYPE`: with 1, all use the scale at `scales + cells`; with 2, numbers from
     `SECOND_SCALE_FROM` on use the next scale.
     """
@@ -45,9 +45,9 @@ def load_cells(
         numbers = tl.load(pointers, mask=(offsets < CELL_SIZE)[None, :], other=0)
     else:
         numbers = tl.load(pointers, mask=cell_mask[:, None] & (offsets < CELL_SIZE)[None, :], other=0)
-    if FP8_GROUPS > 0:
+    if KEY_SCALES > 0:
         scale = power_of_two(tl.load(scales + cells, mask=cell_mask, other=0))[:, None]
-        if FP8_GROUPS == 2:
+        if KEY_SCALES == 2:
             second_scale = power_of_two(tl.load(scales + cells + 1, mask=cell_mask, other=0))[:, None]
             scale = tl.where((offsets < SECOND_SCALE_FROM)[None, :], scale, second_scale)
         numbers = (numbers.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale).to(DTYPE)
@@ -82,6 +82,7 @@ def add_tile(
     q_front,
     q_back,
     memory,
+    values,
     scales,
     cells,
     cell_mask,
@@ -89,9 +90,9 @@ def add_tile(
     SCALE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    VALUE_OFFSET: tl.constexpr,
+    VALUES_OFFSET: tl.constexpr,
     VALUE_SCALES_OFFSET: tl.constexpr,
-    FP8_GROUPS: tl.constexpr,
+    KEY_SCALES: tl.constexpr,
     DTYPE: tl.constexpr,
     FRONT: tl.constexpr,
     BACK: tl.constexpr,
@@ -108,18 +109,18 @@ def add_tile(
     """
     # FP8: values have one scale, at `scales + VALUE_SCALES_OFFSET`. FRONT or BACK of a latent has one scale too, unless
     # the boundary `VALUE_DIM` between latent and rotated key is inside it.
-    FP8_OF_VALUES: tl.constexpr = 1 if FP8_GROUPS else 0
-    FP8_OF_FRONT: tl.constexpr = 1 if FP8_GROUPS == 2 and FRONT <= VALUE_DIM else FP8_GROUPS
-    FP8_OF_BACK: tl.constexpr = 1 if FP8_GROUPS == 2 and FRONT >= VALUE_DIM else FP8_GROUPS
-    BACK_SCALE_OFFSET: tl.constexpr = 1 if FP8_OF_BACK < FP8_GROUPS else 0
+    FP8_OF_VALUES: tl.constexpr = 1 if KEY_SCALES else 0
+    FP8_OF_FRONT: tl.constexpr = 1 if KEY_SCALES == 2 and FRONT <= VALUE_DIM else KEY_SCALES
+    FP8_OF_BACK: tl.constexpr = 1 if KEY_SCALES == 2 and FRONT >= VALUE_DIM else KEY_SCALES
+    BACK_SCALE_OFFSET: tl.constexpr = 1 if FP8_OF_BACK < KEY_SCALES else 0
     key_front = load_cells(
         memory, scales, cells, cell_mask, 0, FRONT, HEAD_DIM, VALUE_DIM, FP8_OF_FRONT, DTYPE, UNMASKED
     )
-    if VALUE_OFFSET == 0 and FRONT == VALUE_DIM:
+    if VALUES_OFFSET == 0 and FRONT == VALUE_DIM:
         value = key_front  # a latent: its first `VALUE_DIM` numbers are the value
     else:
         value = load_cells(
-            memory + VALUE_OFFSET,
+            values,
             scales + VALUE_SCALES_OFFSET,
             cells,
             cell_mask,

@@ -65,6 +65,9 @@ class FlashInfer:
             if layer.heads & (layer.heads - 1) or layer.heads > 128:
                 return Share(True, False, "prompts over latents need a power of two of heads, at most 128")
             return Share(True, True)
+        if layer.value_dim != layer.head_dim:
+            sizes = f"{layer.head_dim} and {layer.value_dim}"
+            return Share(False, False, f"it is not asked for keys and values of different sizes ({sizes})")
         if layer.head_dim not in self.head_sizes:
             supported = sorted(self.head_sizes)
             return Share(False, False, f"it is asked for heads of {supported} numbers, and these have {layer.head_dim}")

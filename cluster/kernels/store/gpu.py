@@ -103,15 +103,16 @@ def store_coded(
     CELL_SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    REST_GROUPS: tl.constexpr,
     REST_SIZE: tl.constexpr,
     CELL_BYTES: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     CELL_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Do what `store` does, but store cells in FP8. A new cell has `GROUPS` groups of `GROUP_SIZE` numbers. If
-    `REST_SIZE` is not 0, one more group of `REST_SIZE` numbers follows. A stored cell takes `CELL_BYTES` bytes. A cell
-    with a magnitude above `max_abs` counts as not finite.
+    """Do what `store` does, but store cells in FP8. A new cell has `GROUPS` groups of `GROUP_SIZE` numbers, then
+    `REST_GROUPS` groups of `REST_SIZE` numbers. A stored cell takes `CELL_BYTES` bytes. A cell with a magnitude above
+    `max_abs` counts as not finite.
     """
     row, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, CELL_BLOCK)
     kv += row * kv_stride
@@ -122,6 +123,7 @@ def store_coded(
     )  # the negated comparison is True for NaN too
     for group in range(GROUPS):
         store_group(kv, cell, CELL_SIZE + group, group * GROUP_SIZE, is_nonfinite, GROUP_SIZE, ACC_DTYPE, BLOCK)
-    if REST_SIZE:
-        store_group(kv, cell, CELL_SIZE + GROUPS, GROUPS * GROUP_SIZE, is_nonfinite, REST_SIZE, ACC_DTYPE, BLOCK)
+    for group in range(REST_GROUPS):
+        start = GROUPS * GROUP_SIZE + group * REST_SIZE
+        store_group(kv, cell, CELL_SIZE + GROUPS + group, start, is_nonfinite, REST_SIZE, ACC_DTYPE, BLOCK)
     tl.store(nonfinite_rows + row, is_nonfinite)

@@ -41,9 +41,9 @@ def bound_attention(case: Case, stage: Stage, backend_class: Any = TritonAttenti
     device, filled_pool = stage.device, case.filled_pool()
     table = PageTable(case.table.idle_row, case.table.length, case.page_size, device)
     table.device_pages.copy_(case.table.device_pages)
-    pool = TritonPool(2, filled_pool.slots, filled_pool.cell, case.dtype, device, filled_pool.fp8_cell)
+    pool = TritonPool(2, filled_pool.slots, filled_pool.cell, case.dtype, device, filled_pool.fp8)
     pool.kv.copy_(filled_pool.kv)
-    attention = backend_class(pool, table, AttentionShape(case.heads, (None, case.window), 0.3, case.values))
+    attention = backend_class(pool, table, AttentionShape(case.heads, (None, case.window), 0.3))
     attention.bind(to_device(case.attention_metadata(), device))
     return attention
 

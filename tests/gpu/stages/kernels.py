@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cluster.arch.cell import Cell
 from cluster.bench.report import median
 from cluster.device.timing import timer_of
 from cluster.kernels.interface import Activation, Angles, HeadNorms
@@ -166,7 +167,7 @@ def trees(stage: Stage) -> None:
 
 def moves(stage: Stage, random_tensor: RandomTensors) -> None:
     with stage.check("compact windows"):
-        pool = TritonPool(3, 64, (2, 2, 24), BF16, stage.device)
+        pool = TritonPool(3, 64, Cell(2, 24, 24), BF16, stage.device)
         pool.kv.copy_(random_tensor(*pool.kv.shape))
         expected, targets = pool.kv.clone(), torch.tensor([[1, 2, 3], [20, 21, 22]], device=stage.device)
         sources = torch.tensor([[1, 5, 9], [23, 21, 30]], device=stage.device)

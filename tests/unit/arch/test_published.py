@@ -14,7 +14,8 @@ from cluster.arch.keys import ConfigKeys
 from cluster.arch.rope import Rope, mscale, rope_of
 from cluster.arch.target import read_eos_token_ids
 from cluster.config import ConfigError
-from tests.support.families import family_checkpoint, rope
+from tests.support.families import family_checkpoint
+from tests.support.family_cases import rope
 from tests.support.loading import check_target
 from tests.unit.models.checkpoints import copy_of
 

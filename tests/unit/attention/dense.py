@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cluster.arch.cell import CodedCell
+from cluster.arch.cell import Cell
 from cluster.attention.ancestor_bits import pack_bits
 from cluster.attention.gather import Gather
 from cluster.attention.shape import AttentionShape
@@ -20,6 +20,7 @@ from cluster.models.runner import AttentionBackend
 from tests.unit.attention.fp8 import cached_values
 
 CPU = torch.device("cpu")
+LATENT_VALUES = 5  # the width of the value in a latent cell, unless a case says otherwise
 
 
 def softmax_row(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
@@ -28,6 +29,15 @@ def softmax_row(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | N
     weights = (scale * (k * q).sum(-1)).exp()
     totals = weights.sum(0) + (0 if sinks is None else sinks.exp())
     return ((weights[..., None] * v).sum(0) / totals[:, None]).flatten()
+
+
+def keys_values(cells: Tensor, cell: Cell) -> tuple[Tensor, Tensor]:
+    """Return the keys `[L, nkv, d]` and values `[L, nkv, dv]` of `cells` `[L, *cell.shape]`."""
+    numbers = cells.flatten(1)
+    if cell.is_latent:
+        return numbers[:, None], numbers[:, None, : cell.value_dim]
+    keys, values = numbers.split([cell.kv_heads * cell.key_dim, cell.kv_heads * cell.value_dim], 1)
+    return keys.reshape(len(cells), cell.kv_heads, -1), values.reshape(len(cells), cell.kv_heads, -1)
 
 
 @dataclass
@@ -42,10 +52,10 @@ class Case:
     with the pages of other requests. "scattered": pages in random order.
 
     `sunk`: there are attention sinks. `window`: the sliding window of the layer. `window_pool`: the cells are in a
-    window pool, without those that no row sees. `first`: as in `AttentionMetadata`. `d`, `values`: head dimensions
-    of keys and of values. `latent`: cells of latent attention. `fp8`: the cache is in FP8, and the expected output
-    uses the rounded values in the cache. `single_rows`: attention gets each tree row as a request with one row, as
-    if nodes had been selected (`spec/row_budget.py`).
+    window pool, without those that no row sees. `first`: as in `AttentionMetadata`. `d`, `values`: widths of keys and
+    of values, by default the same. `latent`: cells of latent attention. `fp8`: the cache is in FP8, and the expected
+    output uses the rounded values in the cache. `single_rows`: attention gets each tree row as a request with one row,
+    as if nodes had been selected (`spec/row_budget.py`).
     """
 
     heads: int
@@ -65,7 +75,8 @@ class Case:
     d: int = 8
     fp8: bool = False
     single_rows: bool = False
-    values: int = field(init=False)
+    values: int | None = None
+    cell: Cell = field(init=False)
     slots: list[list[int]] = field(init=False)
     """The slot of each position of each request."""
 
@@ -84,17 +95,18 @@ class Case:
             )
         table.device_pages[:requests] = pages
         self.slots = table.first_slots(torch.arange(requests), longest).tolist()
-        self.table, self.values = table, 5 if self.latent else self.d
-        parts, kv_heads = (1, 1) if self.latent else (2, self.kv_heads)
-        pool = KVPool(2, count * self.page_size, (parts, kv_heads, self.d), self.dtype, CPU)
+        self.table = table
+        values = self.values or (LATENT_VALUES if self.latent else self.d)
+        self.cell = Cell(1 if self.latent else self.kv_heads, self.d, values, self.latent)
+        pool = KVPool(2, count * self.page_size, self.cell, self.dtype, CPU)
         pool.kv.fill_(torch.nan)  # a read of an unwritten cell gives NaN
         for row, length in enumerate([*self.committed, *(start for start, _ in self.chunks)]):
             slots = table.first_slots(torch.tensor([row]), length)[0].long()
-            cells = torch.randn(length, parts, kv_heads, self.d, generator=generator, dtype=self.dtype)
+            cells = torch.randn(length, *self.cell.shape, generator=generator, dtype=self.dtype)
             pool.kv[1, slots] = self.cached_cells(cells)
         self.pool, rows = pool, len(self.committed) * n + sum(stop - start for start, stop in self.chunks)
         self.q = torch.randn(rows, self.heads, self.d, generator=generator, dtype=self.dtype)
-        self.kv = torch.randn(rows, parts, kv_heads, self.d, generator=generator, dtype=self.dtype)
+        self.kv = torch.randn(rows, *self.cell.shape, generator=generator, dtype=self.dtype)
         self.sinks = torch.randn(self.heads, generator=generator, dtype=self.dtype) if self.sunk else None
         ancestors = torch.eye(n, dtype=torch.bool)
         for node, parent in enumerate(self.parents):
@@ -104,7 +116,7 @@ class Case:
 
     def cached_cells(self, kv: Tensor) -> Tensor:
         """Return the values that the cache has after writing the cells `kv`: rounded if the cache is in FP8."""
-        return cached_values(kv, self.values if self.latent else None).to(kv.dtype) if self.fp8 else kv
+        return cached_values(kv, self.cell).to(kv.dtype) if self.fp8 else kv
 
     def visible_cells(self) -> list[list[tuple[int, int]]]:
         """Return for each row the (table row, position) of all cells that it can see without a sliding window.
@@ -141,10 +153,10 @@ class Case:
             first_visible = max(0 if self.window is None else row_position - self.window + 1, self.first)
             cells = cache[torch.tensor([self.slots[i][at] for i, at in visible[first_visible:]], dtype=torch.int64)]
             if row_position < self.first:
-                out.append(torch.zeros(self.heads * self.values, dtype=torch.float64))
+                out.append(torch.zeros(self.heads * self.cell.value_dim, dtype=torch.float64))
                 continue
-            out.append(softmax_row(q[row], cells[:, 0], cells[:, -1, :, : self.values], 0.3, sinks))
-        return torch.stack(out) if out else torch.zeros(0, self.heads * self.values, dtype=torch.float64)
+            out.append(softmax_row(q[row], *keys_values(cells, self.cell), 0.3, sinks))
+        return torch.stack(out) if out else torch.zeros(0, self.heads * self.cell.value_dim, dtype=torch.float64)
 
     def attention_metadata(self) -> AttentionMetadata:
         requests, n, lengths = len(self.committed), len(self.parents), [stop - start for start, stop in self.chunks]
@@ -184,16 +196,13 @@ class Case:
             kept = (pages[:, None] * size + torch.arange(size)).view(-1)
             cells = torch.cat([torch.zeros_like(cells[:, :size]), cells[:, kept]], 1)
             slots = cells.shape[1]
-        pool_arguments = 2, slots, self.pool.cell, self.dtype, CPU
+        pool = KVPool(2, slots, self.cell, self.dtype, CPU, self.fp8, window_map)
         if not self.fp8:
-            pool = KVPool(*pool_arguments, None, window_map)
             pool.kv.copy_(cells)
             return pool
-        cell = CodedCell(self.pool.cell, self.values if self.latent else None)
-        pool = KVPool(*pool_arguments, cell, window_map)
         for layer, layer_values in zip(pool.kv, cells, strict=True):
             written = layer_values.isfinite().flatten(1).all(1)[:, None]
-            layer.copy_(torch.where(written, encode(layer_values.nan_to_num(), cell), 255))
+            layer.copy_(torch.where(written, encode(layer_values.nan_to_num(), self.cell), 255))
         return pool
 
     def backend_output(self, extra_bound: int = 0, make: Callable[..., AttentionBackend] | None = None) -> Tensor:
@@ -206,7 +215,7 @@ class Case:
         pool = self.filled_pool(window_map)
         table = self.table if window_map is None else WindowTable(self.table, window_map)
         gather = Gather(table, len(self.parents))
-        shape = AttentionShape(self.heads, (None, self.window), 0.3, self.values)
+        shape = AttentionShape(self.heads, (None, self.window), 0.3)
         attention: AttentionBackend = TorchAttention(pool, gather, shape)
         if make is not None:
             attention = make(pool, self.table, shape)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from cluster.arch.cell import Cell
+
 LARGEST = 448.0
 # The values of float8_e4m3fn by code. The exponent bias is 7; code 127 is NaN and left out.
 MAGNITUDES = torch.tensor(
@@ -27,27 +29,25 @@ def scale_of(group: Tensor) -> Tensor:
     return powers[torch.bucketize(group.double().abs().amax(-1), LARGEST * powers)]
 
 
-def groups(kv: Tensor, latent: int | None) -> list[Tensor]:
-    """Split cells into the parts that have scales of their own. The last dimension of a part shares one scale."""
-    if latent in (None, kv.shape[-1]):
-        return [kv.double()]
-    return [kv.double()[..., :latent], kv.double()[..., latent:]]
+def groups(kv: Tensor, cell: Cell) -> list[Tensor]:
+    """Split cells `[n, *cell.shape]` into the parts `[n, d]` that have scales of their own, in order."""
+    sizes = [cell.key_dim] * cell.kv_heads + [cell.value_dim] * cell.kv_heads
+    if cell.is_latent:
+        sizes = [size for size in (cell.value_dim, cell.key_dim - cell.value_dim) if size]
+    return list(kv.double().flatten(1).split(sizes, 1))
 
 
-def cached_values(kv: Tensor, latent: int | None = None) -> Tensor:
-    """Return the values that the cache has after writing cells `[n, parts, nkv, d]`.
-
-    In cells of latent attention the first `latent` numbers are the latent.
-    """
-    parts = groups(kv, latent)
-    return torch.cat([nearest(part / scale_of(part)[..., None]) * scale_of(part)[..., None] for part in parts], -1)
+def cached_values(kv: Tensor, cell: Cell) -> Tensor:
+    """Return the values that the cache has after writing cells `[n, *cell.shape]`."""
+    parts = [nearest(part / scale_of(part)[:, None]) * scale_of(part)[:, None] for part in groups(kv, cell)]
+    return torch.cat(parts, 1).view(kv.shape)
 
 
-def error_bound(kv: Tensor, latent: int | None = None) -> Tensor:
+def error_bound(kv: Tensor, cell: Cell) -> Tensor:
     """Return the largest rounding error of each number.
 
     A normal number has 3 bits after the leading one, so its error is at most 1/16 of the number. Below the smallest
     normal number, 2^-6, the distance between codes is 2^-9, so the error is at most 2^-10 times the scale.
     """
-    parts = groups(kv, latent)
-    return torch.cat([torch.maximum(part.abs() / 16, scale_of(part)[..., None] * 2.0**-10) for part in parts], -1)
+    parts = [torch.maximum(part.abs() / 16, scale_of(part)[:, None] * 2.0**-10) for part in groups(kv, cell)]
+    return torch.cat(parts, 1).view(kv.shape)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.arch.cell import CodedCell
+from cluster.arch.cell import Cell
 from cluster.attention.ancestor_bits import chain_bits, pack_bits
 from cluster.attention.c_backend import CAttention
 from cluster.attention.shape import AttentionShape
@@ -64,7 +64,7 @@ def test_idle_rows_writing_the_same_slot_leave_the_last_row_in_the_cache() -> No
     draw, would depend on the order of threads and differ among ranks.
     """
     rows, table = 64, PageTable(4, 64, 16, CPU)
-    pool = KVPool(1, 32, (2, 4, 64), torch.float32, CPU)
+    pool = KVPool(1, 32, Cell(4, 64, 64), torch.float32, CPU)
     attention = CAttention(pool, table, AttentionShape(4, (None,)), c_library())
     idle, lens, previous_threads = torch.full((rows,), 4), torch.zeros(rows, dtype=torch.int64), torch.get_num_threads()
     attention.bind(AttentionMetadata(table.slots(idle, lens), TreeRows(idle, lens, chain_bits(1, 1, CPU), 1)))
@@ -88,8 +88,8 @@ def one_head(
     table = PageTable(1, length, 16, CPU)
     pages = table.device_pages.shape[1]
     table.device_pages[0] = torch.randperm(pages, generator=torch.Generator().manual_seed(1)) + 1
-    pool = KVPool(1, (pages + 1) * 16, (2, 2, 24), dtype, CPU, CodedCell((2, 2, 24)) if fp8 else None)
-    return table, pool, CAttention(pool, table, AttentionShape(4, (window,), 0.3, 24), c_library())
+    pool = KVPool(1, (pages + 1) * 16, Cell(2, 24, 24), dtype, CPU, fp8)
+    return table, pool, CAttention(pool, table, AttentionShape(4, (window,), 0.3), c_library())
 
 
 @pytest.mark.parametrize("dtype", ERROR)
@@ -175,8 +175,8 @@ def test_c_attention_takes_non_contiguous_metadata_tensors() -> None:
     bits = torch.tensor([1, 0, 1, 0], dtype=torch.int32).view(2, 1, 2)
     outs = []
     for contiguous in (False, True):
-        pool = KVPool(1, 65 * 4, (2, 2, 24), torch.float32, CPU)
-        attention = CAttention(pool, table, AttentionShape(4, (None,), 0.3, 24), c_library())
+        pool = KVPool(1, 65 * 4, Cell(2, 24, 24), torch.float32, CPU)
+        attention = CAttention(pool, table, AttentionShape(4, (None,), 0.3), c_library())
         arguments = [window[:, :1].reshape(-1), rows[::2], lens[::2], bits[..., :1]]
         write, row, length, mask_bits = (argument.contiguous() for argument in arguments) if contiguous else arguments
         attention.bind(AttentionMetadata(write, TreeRows(row, length, mask_bits, 1)))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.arch.cell import CodedCell
+from cluster.arch.cell import Cell
 from cluster.attention.ancestor_bits import chain_bits
 from cluster.attention.c_backend import CAttention
 from cluster.attention.gather import Gather
@@ -25,7 +25,7 @@ from cluster.kv.codes import decode, encode, max_magnitude
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.models.runner import AttentionBackend
-from tests.unit.attention.dense import CPU, Case
+from tests.unit.attention.dense import CPU, Case, keys_values
 from tests.unit.attention.fp8 import error_bound
 from tests.unit.attention.test_c_attention import check_not_finite
 from tests.unit.attention.test_gather_methods import TREE
@@ -36,22 +36,27 @@ BACKENDS: dict[str, Callable[..., Callable[..., AttentionBackend]]] = {
     "c": lambda: partial(CAttention, library=c_library()),
     "triton": lambda: TritonAttention,
 }
-CELLS = {"grouped": (CodedCell((2, 3, 20)), 6, 20), "latent": (CodedCell((1, 1, 40), 32), 4, 32)}
+CELLS = {
+    "grouped": (Cell(3, 20, 20), 6),
+    "two widths": (Cell(3, 24, 12), 6),
+    "latent": (Cell(1, 40, 32, is_latent=True), 4),
+}
+"""Cells, and the numbers of query heads."""
 
 
 def one_row(
     backend: str, dtype: torch.dtype, name: str = "grouped", slots: int = 96
 ) -> tuple[PageTable, KVPool, AttentionBackend]:
     """Return the page table of one request, an FP8 pool, and the attention of `backend` over that pool."""
-    cell, heads, values = CELLS[name]
+    cell, heads = CELLS[name]
     table = PageTable(1, slots - 16, 16, CPU)
     table.device_pages[0] = torch.arange(table.device_pages.shape[1]) + 1
-    pool = KVPool(1, slots, cell.shape, dtype, CPU, cell)
-    return table, pool, BACKENDS[backend]()(pool, table, AttentionShape(heads, (None,), 0.3, values))
+    pool = KVPool(1, slots, cell, dtype, CPU, fp8=True)
+    return table, pool, BACKENDS[backend]()(pool, table, AttentionShape(heads, (None,), 0.3))
 
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-INTERPRETED = [("latent", torch.float32), ("latent", torch.bfloat16)]
+INTERPRETED = [("latent", torch.float32), ("latent", torch.bfloat16), ("two widths", torch.float32)]
 STORES = [
     *product(["c"], CELLS, DTYPES),
     *(
@@ -69,7 +74,7 @@ def test_backend_stores_the_same_fp8_bytes_as_the_reference_encoder(
     left out, as Triton's interpreter does not support them.
     """
     lowest_exponent = -28 if dtype == torch.bfloat16 else -44
-    cell, heads, _ = CELLS[name]
+    cell, heads = CELLS[name]
     table, pool, attention = one_row(backend, dtype, name)
     generator = torch.Generator().manual_seed(2)
     kv = torch.randn(30, *cell.shape, generator=generator, dtype=torch.float64)
@@ -80,7 +85,7 @@ def test_backend_stores_the_same_fp8_bytes_as_the_reference_encoder(
     metadata = AttentionMetadata(table.slots(row, torch.arange(30)), TreeRows(row, lens, chain_bits(30, 30, CPU), 30))
     attention.prepare(HostBounds())
     attention.bind(metadata)
-    attention(0, torch.zeros(30, heads, cell.shape[2], dtype=dtype), kv)
+    attention(0, torch.zeros(30, heads, cell.key_dim, dtype=dtype), kv)
     assert torch.equal(pool.kv[0, metadata.write], encode(kv, cell))
 
 
@@ -107,7 +112,7 @@ def test_kv_too_large_for_an_fp8_scale_counts_as_non_finite(backend: str, dtype:
     assert not decode(pool.kv[0], CELLS["grouped"][0], dtype)[17].any()
 
 
-@pytest.mark.parametrize("kind", [{"kv_heads": 2}, {"latent": True, "kv_heads": 1}])
+@pytest.mark.parametrize("kind", [{"kv_heads": 2}, {"kv_heads": 2, "values": 40}, {"latent": True, "kv_heads": 1}])
 @pytest.mark.parametrize("backend", ["torch", "c"])
 def test_fp8_attention_error_stays_within_the_rounding_bound(backend: str, kind: dict[str, Any]) -> None:
     """The error of a number is at most 1/16 of it, so the error of a score is at most s = scale * sum |q| |k| / 16, and
@@ -132,17 +137,16 @@ def test_fp8_attention_error_stays_within_the_rounding_bound(backend: str, kind:
 
 def allowed_errors(case: Case) -> Tensor:
     """Return the largest allowed error of each row's outputs against those over an unquantised cache."""
-    cache, latent = case.pool.kv[1].clone(), case.values if case.latent else None
+    cache = case.pool.kv[1].clone()
     cache[case.write()] = case.kv
-    error_bounds, rows = error_bound(cache.nan_to_num(), latent), []
+    cache, error_bounds, rows = cache.nan_to_num(), error_bound(cache.nan_to_num(), case.cell), []
     for q, visible in zip(case.q, case.visible_cells(), strict=True):
         slots = torch.tensor([case.slots[i][at] for i, at in visible])
-        value, cell_errors = cache[slots][:, -1, :, : case.values].abs(), error_bounds[slots]
+        _, values = keys_values(cache[slots].abs(), case.cell)
+        key_errors, value_errors = keys_values(error_bounds[slots], case.cell)
         for head in range(case.heads):
-            kv_head = head // (case.heads // cache.shape[2])
-            score_error = 0.3 * (cell_errors[:, 0, kv_head] @ q[head].abs()).max()
-            largest_value = value[:, kv_head].max() + cell_errors[:, -1, kv_head, : case.values].max()
-            rows.append(
-                cell_errors[:, -1, kv_head, : case.values].amax(0) + (torch.exp(2 * score_error) - 1) * largest_value
-            )
+            kv_head = head // (case.heads // case.cell.kv_heads)
+            score_error = 0.3 * (key_errors[:, kv_head] @ q[head].abs()).max()
+            largest_value = values[:, kv_head].max() + value_errors[:, kv_head].max()
+            rows.append(value_errors[:, kv_head].amax(0) + (torch.exp(2 * score_error) - 1) * largest_value)
     return torch.cat(rows).view(len(case.q), -1)

@@ -29,6 +29,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "grouped": {"heads": 6, "kv_heads": 3},
+    "narrow values": {"heads": 6, "kv_heads": 3, "values": 4},
+    "wide values": {"heads": 6, "kv_heads": 3, "values": 20, "sunk": True},
     "latent": {"latent": True, "kv_heads": 1},
     "sinks": {"sunk": True},
     "window": {"window": 3},
@@ -38,6 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "window pool": {"window": 6, "window_pool": True},
     "window pool, FP8": {"window": 9, "window_pool": True, "fp8": True, "heads": 6, "kv_heads": 3, "sunk": True},
     "FP8": {"fp8": True, "heads": 6, "kv_heads": 3, "window": 40, "sunk": True},
+    "FP8, narrow values": {"fp8": True, "heads": 6, "kv_heads": 3, "values": 4, "window": 9, "window_pool": True},
     "FP8, latent": {"fp8": True, "latent": True, "kv_heads": 1},
 }
 GATHER_METHODS = {

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cluster.arch.cell import Cell
 from cluster.attention import cells
 from cluster.attention.ancestor_bits import chain_bits
 from cluster.attention.gather import Gather, similar_length_ranges
@@ -16,7 +17,7 @@ from tests.unit.attention.dense import CPU, Case
 
 def test_attention_of_an_empty_batch_returns_zero_rows() -> None:
     table = table_of(torch.arange(8).view(2, 4))
-    pool = KVPool(1, 8, (2, 2, 8), torch.float64, CPU)
+    pool = KVPool(1, 8, Cell(2, 8, 8), torch.float64, CPU)
     attention = TorchAttention(pool, Gather(table, 3), AttentionShape(4))
     none = torch.zeros(0, dtype=torch.int64)
     attention.bind(AttentionMetadata(none, TreeRows(none, none, chain_bits(3, 3, CPU), 3)))
@@ -47,7 +48,7 @@ def test_prepare_drops_cached_gather_when_lengths_change_in_place(
         monkeypatch.setattr(cells, "host_values", lambda *_: None)
     torch.manual_seed(0)
     table = table_of(torch.arange(1, 21).view(2, 10))
-    pools = [KVPool(1, 21, (2, 2, 8), torch.float64, CPU) for _ in range(2)]
+    pools = [KVPool(1, 21, Cell(2, 8, 8), torch.float64, CPU) for _ in range(2)]
     lens, rows, bits = torch.tensor([3, 5]), torch.tensor([0, 1]), chain_bits(1, 1, CPU)
     q, kv = torch.randn(2, 4, 8, dtype=torch.float64), torch.randn(2, 2, 2, 8, dtype=torch.float64)
     gather, outs = Gather(table, 1), []

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cluster.arch.cell import Cell
 from cluster.attention.ancestor_bits import chain_bits, pack_bits
 from cluster.attention.bias import Visibility
 from cluster.attention.gather import Gather
@@ -16,7 +17,7 @@ from tests.unit.attention.dense import CPU
 
 def test_sliding_window_of_one_layer_leaves_full_attention_layers_unchanged() -> None:
     torch.manual_seed(1)
-    pools = [KVPool(2, 30, (2, 2, 8), torch.float64, CPU) for _ in range(2)]
+    pools = [KVPool(2, 30, Cell(2, 8, 8), torch.float64, CPU) for _ in range(2)]
     for pool in pools:
         pool.kv.copy_(torch.ones_like(pool.kv).cumsum(1).sin())
     table = table_of(torch.arange(1, 21)[None])

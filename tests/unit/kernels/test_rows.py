@@ -60,7 +60,11 @@ def check_rotations(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", [Activation(), Activation("gelu_tanh"), Activation("clamped", 1.702, 1.5)], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [Activation(), Activation("gelu_tanh"), Activation("clamped", 1.702, 1.5), Activation("clamped_silu", limit=0.5)],
+    ids=str,
+)
 def test_c_activations_match_reference(kind: Activation, dtype: torch.dtype) -> None:
     for count in ROWS:
         for size in (1, 5, 16, 100):
@@ -68,7 +72,11 @@ def test_c_activations_match_reference(kind: Activation, dtype: torch.dtype) -> 
             assert_close(c_kernels().activate(gate_up, kind), REFERENCE.activate(gate_up.double(), kind), dtype)
 
 
-@pytest.mark.parametrize("kind", [Activation(), Activation("gelu_tanh"), Activation("clamped", 1.702, 7.0)], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [Activation(), Activation("gelu_tanh"), Activation("clamped", 1.702, 7.0), Activation("clamped_silu", limit=0.5)],
+    ids=str,
+)
 def test_c_activations_match_reference_on_extreme_values(kind: Activation) -> None:
     extremes = [0.0, -0.0, 1e-30, -1e-30, 80.0, -80.0, 89.0, -89.0, 1e4, -1e4, 1e30, -1e30, float("inf"), float("nan")]
     for dtype in (torch.float64, torch.float32):

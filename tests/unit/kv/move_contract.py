@@ -4,18 +4,18 @@ from collections.abc import Callable
 
 import torch
 
-from cluster.arch.cell import CodedCell
+from cluster.arch.cell import Cell
 from cluster.kv.pool import KVPool
 from cluster.kv.window_map import WindowMap
 
 CPU = torch.device("cpu")
-CELLS = [(2, 2, 8), (1, 1, 200), (2, 3, 33)]
-FP8_CELLS = [CodedCell((2, 2, 8)), CodedCell((1, 1, 200), 150)]
+CELLS = [Cell(2, 8, 8), Cell(1, 200, 150, is_latent=True), Cell(3, 33, 33), Cell(2, 24, 16)]
+FP8_CELLS = [Cell(2, 8, 8), Cell(1, 200, 150, is_latent=True), Cell(2, 24, 16)]
 CreatePool = Callable[..., KVPool]
 """A factory that takes the arguments of `KVPool`."""
 
 
-def check_overlapping_moves(create: CreatePool, count: int, cell: tuple[int, int, int], dtype: torch.dtype) -> None:
+def check_overlapping_moves(create: CreatePool, count: int, cell: Cell, dtype: torch.dtype) -> None:
     """Check moves in which some slots are both source and destination: of requests `[R, n]`, and of pages `[n]`."""
     generator = torch.Generator().manual_seed(count)
     pools = [create_pool(3, 60, cell, dtype, CPU) for create_pool in (KVPool, create)]
@@ -29,10 +29,10 @@ def check_overlapping_moves(create: CreatePool, count: int, cell: tuple[int, int
     assert torch.equal(pools[0].kv, pools[1].kv)
 
 
-def check_fp8_moves(create: CreatePool, cell: CodedCell) -> None:
+def check_fp8_moves(create: CreatePool, cell: Cell) -> None:
     """Check that codes move together with their scales."""
     generator = torch.Generator().manual_seed(3)
-    pools = [create_pool(3, 60, cell.shape, torch.bfloat16, CPU, cell) for create_pool in (KVPool, create)]
+    pools = [create_pool(3, 60, cell, torch.bfloat16, CPU, True) for create_pool in (KVPool, create)]
     pools[0].kv.random_(0, 256, generator=generator)
     pools[1].kv.copy_(pools[0].kv)
     slots = torch.randperm(60, generator=generator).view(4, 15)
@@ -43,7 +43,7 @@ def check_fp8_moves(create: CreatePool, cell: CodedCell) -> None:
 
 def check_empty_moves(create: CreatePool) -> None:
     """Check that a move of no requests changes nothing."""
-    pool, no_slots = create(1, 4, (2, 1, 8), torch.float32, CPU), torch.zeros(0, 3, dtype=torch.int64)
+    pool, no_slots = create(1, 4, Cell(1, 8, 8), torch.float32, CPU), torch.zeros(0, 3, dtype=torch.int64)
     pool.move_kv_cache(no_slots, no_slots)
     assert not pool.kv.any()
 
@@ -56,7 +56,7 @@ def check_window_pool_moves(create: CreatePool) -> None:
     window_map = WindowMap(20, 3, CPU)
     pages = torch.tensor([2, 3, 7, 11, 12, 20])
     window_map.apply(torch.stack([pages, torch.tensor([5, 1, 4, 2, 6, 3])]))
-    pool = create(2, 21, (2, 2, 8), torch.float32, CPU, None, window_map)
+    pool = create(2, 21, Cell(2, 8, 8), torch.float32, CPU, False, window_map)
     pool.kv.normal_(generator=generator)
     expected = pool.kv.clone()
     slots = (pages.view(2, 3, 1) * 3 + torch.arange(3)).view(2, 9)

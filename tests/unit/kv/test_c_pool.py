@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cluster.arch.cell import CodedCell
+from cluster.arch.cell import Cell
 from cluster.kv.c_pool import CPool
 from cluster.kv.pool import KVPool
 from tests.unit.kernels.library import c_library
@@ -25,14 +25,12 @@ def c_pool(*arguments: object) -> KVPool:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("count", [1, 3, 6])
-def test_c_kv_move_matches_reference_with_overlapping_slots(
-    count: int, cell: tuple[int, int, int], dtype: torch.dtype
-) -> None:
+def test_c_kv_move_matches_reference_with_overlapping_slots(count: int, cell: Cell, dtype: torch.dtype) -> None:
     check_overlapping_moves(c_pool, count, cell, dtype)
 
 
 @pytest.mark.parametrize("cell", FP8_CELLS)
-def test_c_kv_move_copies_fp8_codes_and_scales(cell: CodedCell) -> None:
+def test_c_kv_move_copies_fp8_codes_and_scales(cell: Cell) -> None:
     check_fp8_moves(c_pool, cell)
 
 

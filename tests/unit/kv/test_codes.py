@@ -4,22 +4,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.arch.cell import CodedCell
+from cluster.arch.cell import Cell
 from cluster.batch import PageCopy
 from cluster.kv.codes import decode, encode, max_magnitude
-from cluster.kv.pool import KVPool, copied_slots, slot_bytes
+from cluster.kv.pool import KVPool, copied_slots
 from tests.unit.attention.fp8 import MAGNITUDES, cached_values, error_bound
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CELLS = {
-    "grouped": CodedCell((2, 3, 20)),
-    "latent": CodedCell((1, 1, 29), 24),
-    "no rotated key": CodedCell((1, 1, 8), 8),
+    "grouped": Cell(3, 20, 20),
+    "two widths": Cell(3, 24, 11),
+    "latent": Cell(1, 29, 24, is_latent=True),
+    "no rotated key": Cell(1, 8, 8, is_latent=True),
 }
 
 
-def random_cells(cell: CodedCell, dtype: torch.dtype, count: int = 60) -> Tensor:
+def random_cells(cell: Cell, dtype: torch.dtype, count: int = 60) -> Tensor:
     """Return random cells. Their magnitudes range from the smallest numbers of `dtype` to its largest, and each cell
     holds numbers of many magnitudes.
     """
@@ -38,18 +39,18 @@ def test_fp8_cells_hold_the_values_of_the_definition(name: str, dtype: torch.dty
     kv = random_cells(cell, dtype)
     kv[3] = 0
     stored = encode(kv, cell)
-    assert stored.shape == (len(kv), cell.nbytes) and stored.dtype == torch.uint8
+    assert stored.shape == (len(kv), cell.fp8_bytes) and stored.dtype == torch.uint8
     decoded = decode(stored, cell, dtype)
     assert decoded.dtype == dtype and decoded.isfinite().all()
-    assert torch.equal(decoded.double(), cached_values(kv, cell.latent))
+    assert torch.equal(decoded.double(), cached_values(kv, cell))
     assert torch.equal(decode(encode(decoded, cell), cell, dtype), decoded), "decoded values must encode unchanged"
     error = (decoded.double() - kv.double()).abs()
-    assert (error <= error_bound(kv, cell.latent)).all(), "the error exceeds that of 3 mantissa bits"
+    assert (error <= error_bound(kv, cell)).all(), "the error exceeds that of 3 mantissa bits"
     assert error.max() > 0
 
 
 def test_fp8_encoding_rounds_ties_to_even_and_preserves_all_e4m3_values() -> None:
-    cell = CodedCell((1, 1, 255), 255)
+    cell = Cell(1, 255, 255, is_latent=True)
     midpoints = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
     kv = torch.cat([MAGNITUDES, midpoints, torch.tensor([448.0, -448.0])]).view(1, 1, 1, 255)
     decoded = decode(encode(kv, cell), cell, torch.float64)[0, 0, 0]
@@ -59,7 +60,7 @@ def test_fp8_encoding_rounds_ties_to_even_and_preserves_all_e4m3_values() -> Non
 
 
 def test_fp8_scale_is_the_smallest_that_fits() -> None:
-    cell = CodedCell((1, 1, 2), 2)
+    cell = Cell(1, 2, 2, is_latent=True)
     for largest, expected_byte in ((448.0, 127), (448.5, 128), (224.5, 127), (224.0, 126), (0.0, 10), (1e-45, 10)):
         assert encode(torch.tensor([[[[largest, -largest / 2]]]], dtype=torch.float64), cell)[0, 2] == expected_byte, (
             largest
@@ -81,16 +82,16 @@ def test_fp8_encoding_of_a_cell_is_independent_of_other_cells(name: str) -> None
 
 
 def test_fp8_cell_size_includes_scales_and_alignment_padding() -> None:
-    assert CodedCell((2, 8, 64)).nbytes == 1024 + 16 + 48, "aligned to 64 bytes"
-    assert CodedCell((2, 1, 128)).nbytes == 256 + 2 + 14, "aligned to 16 bytes where 64 cost too much"
-    assert CodedCell((1, 1, 576), 512).nbytes == 576 + 2 + 14
-    pool = KVPool(3, 8, (2, 2, 4), torch.bfloat16, CPU, CodedCell((2, 2, 4)))
-    assert pool.kv.nbytes == 8 * slot_bytes(3, (2, 2, 4), torch.bfloat16, pool.fp8_cell)
+    assert Cell(8, 64, 64).fp8_bytes == 1024 + 16 + 48, "aligned to 64 bytes"
+    assert Cell(1, 128, 128).fp8_bytes == 256 + 2 + 14, "aligned to 16 bytes where 64 cost too much"
+    assert Cell(1, 576, 512, is_latent=True).fp8_bytes == 576 + 2 + 14
+    assert Cell(4, 192, 128).fp8_bytes == 1280 + 8 + 56
+    assert KVPool(3, 8, Cell(2, 4, 4), torch.bfloat16, CPU, fp8=True).kv.nbytes == 8 * 3 * Cell(2, 4, 4).fp8_bytes
 
 
 def test_kv_pool_moves_fp8_codes_with_their_scales_in_every_layer() -> None:
-    cell = CodedCell((2, 2, 8))
-    pool, kv = KVPool(3, 16, cell.shape, torch.float32, CPU, cell), torch.randn(3, 16, 2, 2, 8)
+    cell = Cell(2, 8, 8)
+    pool, kv = KVPool(3, 16, cell, torch.float32, CPU, fp8=True), torch.randn(3, 16, 2, 2, 8)
     kv *= 10.0 ** torch.arange(-8, 8).view(16, 1, 1, 1)
     for layer, numbers in zip(pool.kv, kv, strict=True):
         layer.copy_(encode(numbers, cell))

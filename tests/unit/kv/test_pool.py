@@ -3,6 +3,7 @@ from pathlib import Path
 
 import torch
 
+from cluster.arch.cell import Cell
 from cluster.batch import PageCopy
 from cluster.kv.pool import KVPool, copied_slots
 from tests.unit.kv.move_contract import check_window_pool_moves
@@ -17,7 +18,7 @@ def resident_bytes() -> int:
 
 def test_kv_pool_is_zeroed_and_uses_memory_only_where_written() -> None:
     resident_before = resident_bytes()
-    pool = KVPool(1, 1 << 20, (2, 4, 64), torch.float32, CPU)
+    pool = KVPool(1, 1 << 20, Cell(4, 64, 64), torch.float32, CPU)
     assert pool.kv.data_ptr() % 64 == 0
     assert pool.kv[0, 12345].count_nonzero() == 0
     pool.kv[0, 12345] = 1.0
@@ -26,7 +27,7 @@ def test_kv_pool_is_zeroed_and_uses_memory_only_where_written() -> None:
 
 
 def test_page_copies_read_all_sources_before_overwriting_in_every_pool() -> None:
-    pools = [KVPool(layers, 16, (2, 1, 2), torch.float64, CPU) for layers in (1, 3)]
+    pools = [KVPool(layers, 16, Cell(1, 2, 2), torch.float64, CPU) for layers in (1, 3)]
     for pool in pools:
         pool.kv.copy_(torch.arange(16.0).view(1, 16, 1, 1, 1).expand_as(pool.kv))
     copies = torch.tensor(copied_slots([PageCopy(1, 2, 3), PageCopy(2, 3, 2)], 4)).view(2, -1)

@@ -74,6 +74,44 @@ QWEN_NEXT = {
     "gemma": True,
     "config": {"layer_types": ["full_attention"], "num_hidden_layers": 1},
 }
+MIMO_V2 = {
+    "at": "mtp.layers.0.",
+    "inner": "mtp.layers.0.",
+    "parts": ("enorm", "hnorm", "eh_proj", "final_layernorm"),
+    "window": 6,
+    "renamed": {
+        "final_layernorm.weight": "",
+        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        "self_attn.attention_sink_bias": "self_attn.sinks",
+    },
+    "config": {
+        "num_hidden_layers": 1,
+        "layer_types": ["sliding_attention"],
+        "mlp_layer_types": ["dense"],
+        "rms_norm_eps": 1e-5,
+    },
+}
+STEP = {
+    "at": "layers.4.",
+    "inner": "layers.4.transformer.",
+    "parts": NEXTN,
+    "gemma": True,
+    "pre": True,
+    "head": "layers.4.shared_head.output.weight",
+    "window": 6,
+    "renamed": {},
+    "config": {
+        "num_hidden_layers": 1,
+        "num_nextn_predict_layers": 0,
+        "num_key_value_heads": 2,
+        "num_sliding_attention_heads": 6,
+        "layer_types": ["sliding_attention"],
+        "mlp_layer_types": ["dense"],
+        "rope_theta": 1e4,
+        "partial_rotary_factors": None,
+        "swiglu_limits_shared": [0.3],
+    },
+}
 
 
 def _tiny(**options: Any) -> Callable[[], str]:
@@ -319,6 +357,15 @@ CASES: dict[str, Case] = {
         },
         {"dialect": "step-3.5", "head": "own", "chained": True},
     ),
+    "step-3.5": Case(
+        "MTP",
+        "Step-3.5: more heads, a gate per head, a sliding window, limits",
+        layers.step_layers,
+        layers.WindowedMtpLayer,
+        STEP,
+        {"dialect": "step-3.5", "head": "own", "chained": True},
+        source="transformers' layer, float64",
+    ),
     "nextn-experts": Case(
         "MTP",
         "DeepSeek NextN, latent attention and experts",
@@ -362,6 +409,15 @@ CASES: dict[str, Case] = {
         {"dialect": "qwen3-next", "head": "target", "zero_first": False, "recurrent": "post"},
         source="transformers' layer, float64",
     ),
+    "mimo-v2": Case(
+        "MTP",
+        "MiMo-V2-Flash: wide keys, a sliding window, sinks",
+        layers.mimo_v2_layers,
+        layers.WindowedMtpLayer,
+        MIMO_V2,
+        {"dialect": "mimo-v2", "head": "target", "zero_first": False, "chained": False},
+        source="transformers' layer, float64",
+    ),
     "qwen3-next-dense": Case(
         "MTP",
         "Qwen3-Next: dense, biases, the default part rotated",
@@ -376,6 +432,15 @@ BY_LEVEL = "dense reference of each level, float64"
 BY_LAW = "one layer: as above; the list: law 1"
 LISTS: dict[str, DraftRow] = {
     "mimo x3": DraftRow("MTP", "list of three MiMo layers", lambda: write.mtp("mimo", RUNNERS), BY_LEVEL),
+    "mimo-v2 x3": DraftRow(
+        "MTP", "list of three MiMo-V2-Flash layers", lambda: layers.mimo_v2_layers(RUNNERS), BY_LEVEL
+    ),
+    "step-3.5 x3": DraftRow(
+        "MTP",
+        "list of three Step-3.5 layers, chained, with gates and a window",
+        lambda: layers.step_layers(RUNNERS),
+        BY_LEVEL,
+    ),
     "nextn x3": DraftRow("MTP", "list of three NextN layers, dense", lambda: write.mtp("deepseek", RUNNERS), BY_LAW),
     "nextn-sparse x3": DraftRow(
         "MTP",

@@ -9,7 +9,9 @@ import transformers
 from torch import Tensor
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
+from transformers.models.mimo_v2_flash import modeling_mimo_v2_flash as mimo_v2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+from transformers.models.step3p7 import modeling_step3p7 as step3p7
 
 from tests.support.float64_transformers import exact
 from tests.unit.models.draft_folders import (
@@ -33,6 +35,12 @@ CLASSES: dict[str, tuple[Any, Any, Any]] = {
         deepseek_v3.DeepseekV3RotaryEmbedding,
     ),
     "glm4_moe": (transformers.Glm4MoeConfig, glm4_moe.Glm4MoeDecoderLayer, glm4_moe.Glm4MoeRotaryEmbedding),
+    "mimo_v2_flash": (
+        transformers.MiMoV2FlashConfig,
+        mimo_v2.MiMoV2FlashDecoderLayer,
+        mimo_v2.MiMoV2FlashRotaryEmbedding,
+    ),
+    "step3p5": (transformers.Step3p7TextConfig, step3p7.Step3p7DecoderLayer, step3p7.Step3p7RotaryEmbedding),
     "qwen3_next": (
         transformers.Qwen3NextConfig,
         qwen3_next.Qwen3NextDecoderLayer,
@@ -60,7 +68,11 @@ class TransformersMtpLayer(Mtp):
         with exact():
             self.module = layer_class(config, 0).double().eval()
             self.rotary = rotary_class(config)
-        self.module.load_state_dict(stack_experts(self.w, conventions["inner"]))
+        self.module.load_state_dict(self.layer_tensors())
+
+    def layer_tensors(self) -> Tensors:
+        """Return the tensors of the decoder layer, under the names of the `transformers` class."""
+        return stack_experts(self.w, self.conventions["inner"])
 
     def layer(self, name: str, x: Tensor, norm: str | None = "input_layernorm") -> Tensor:
         positions = torch.arange(x.shape[0])[None]
@@ -70,6 +82,30 @@ class TransformersMtpLayer(Mtp):
                 x[None], position_embeddings=self.rotary(x[None], positions), attention_mask=causal_mask,
                 position_ids=positions,
             )  # fmt: skip
+        assert isinstance(output, Tensor) and output.dtype == torch.float64
+        return output[0]
+
+
+class WindowedMtpLayer(TransformersMtpLayer):
+    """An MTP layer whose decoder layer has a sliding window. Further conventions:
+
+    window: the number of tokens that a row sees, itself included.
+    renamed: the names in the `transformers` class of tensors that have another name; those renamed to "" are left out.
+    """
+
+    def layer_tensors(self) -> Tensors:
+        """Return the tensors of the decoder layer, under the names of the `transformers` class."""
+        names, tensors = self.conventions["renamed"], super().layer_tensors()
+        return {names.get(name, name): tensor for name, tensor in tensors.items() if names.get(name, name)}
+
+    def layer(self, name: str, x: Tensor, norm: str | None = "input_layernorm") -> Tensor:
+        distance = torch.arange(x.shape[0])[:, None] - torch.arange(x.shape[0])
+        hidden = (distance < 0) | (distance >= self.conventions["window"])
+        mask = torch.zeros(distance.shape, dtype=torch.float64).masked_fill(hidden, float("-inf"))[None, None]
+        positions = torch.arange(x.shape[0])[None]
+        with exact(), torch.inference_mode():
+            angles = self.rotary(x[None], positions, "sliding_attention")
+            output = self.module(x[None], position_embeddings=angles, attention_mask=mask, position_ids=positions)
         assert isinstance(output, Tensor) and output.dtype == torch.float64
         return output[0]
 
@@ -154,6 +190,80 @@ def qwen_next(sparse: bool = True, biased: str = "", layers: int = 1, **config: 
     }
     tensors["mtp.fc.weight"] = random.matrix(H, 2 * H)
     return write(tensors, base_config(**QWEN_NEXT_KEYS | config))
+
+
+MIMO_V2_KEYS: dict[str, Any] = {
+    "model_type": "mimo_v2_flash",
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "num_hidden_layers": 4,
+    "head_dim": 12,
+    "v_head_dim": 8,
+    "num_key_value_heads": 1,
+    "swa_num_attention_heads": HEADS,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 12,
+    "swa_v_head_dim": 8,
+    "rope_theta": 5e6,
+    "swa_rope_theta": 1e4,
+    "partial_rotary_factor": 0.334,
+    "sliding_window_size": 5,
+    "layernorm_epsilon": 1e-5,
+    "attention_value_scale": 0.707,
+    "hybrid_layer_pattern": [0, 1, 1, 0],
+}
+
+
+def mimo_v2_layers(count: int = 1, vocab: int = V) -> str:
+    """Write MTP layers as MiMo-V2-Flash ships them: K of 12 and V of 8 numbers, a sliding window, and sinks."""
+    random, tensors = RandomWeights(54), Tensors()
+    for i in range(count):
+        name = f"model.mtp.layers.{i}"
+        sizes = {"q": (HEADS * 12, H), "k": (2 * 12, H), "v": (2 * 8, H), "o": (H, HEADS * 8)}
+        tensors |= {f"{name}.self_attn.{part}_proj.weight": random.matrix(*size) for part, size in sizes.items()}
+        tensors[f"{name}.self_attn.attention_sink_bias"] = random.matrix(HEADS)
+        tensors |= mlp(random, f"{name}.mlp", 2 * H)
+        norms = ("enorm", "hnorm", "input_layernorm", "pre_mlp_layernorm", "final_layernorm")
+        tensors |= {f"{name}.{norm}.weight": random.scale(H) for norm in norms}
+        tensors[f"{name}.eh_proj.weight"] = random.matrix(H, 2 * H)
+    return write(tensors, base_config(**MIMO_V2_KEYS, vocab_size=vocab))
+
+
+STEP_KEYS: dict[str, Any] = {
+    "model_type": "step3p5",
+    "architectures": ["Step3p5ForCausalLM"],
+    "num_hidden_layers": 4,
+    "head_dim": 12,
+    "num_attention_groups": 2,
+    "num_key_value_heads": None,
+    "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 6, "head_dim": 12},
+    "layer_types": ["full_attention"] * 4 + ["sliding_attention"] * 3,
+    "sliding_window": 6,
+    "rope_theta": [1e6] * 4 + [1e4] * 3,
+    "partial_rotary_factors": [0.5] * 4 + [1.0] * 3,
+    "swiglu_limits_shared": [0.0] * 4 + [0.3] * 3,
+    "moe_layers_enum": "1,2,3",
+}
+
+
+def step_layers(count: int = 1, vocab: int = V, infix: str = "transformer.") -> str:
+    """Write MTP layers as Step-3.5 ships them: more heads, one gate per head, a sliding window, norms of 1 + weight.
+
+    `infix` is between the layer's number and the names of its decoder layer.
+    """
+    random, tensors = RandomWeights(55), Tensors()
+    for i in range(count):
+        outer, name = f"model.layers.{4 + i}", f"model.layers.{4 + i}.{infix}".rstrip(".")
+        sizes = {"q": (6 * 12, H), "k": (2 * 12, H), "v": (2 * 12, H), "o": (H, 6 * 12), "g": (6, H)}
+        tensors |= {f"{name}.self_attn.{part}_proj.weight": random.matrix(*size) for part, size in sizes.items()}
+        tensors |= {f"{name}.self_attn.{part}_norm.weight": random.scale(12) for part in "qk"}
+        tensors |= mlp(random, f"{name}.mlp", 2 * H)
+        tensors |= {
+            f"{name}.{norm}.weight": random.matrix(H) for norm in ("input_layernorm", "post_attention_layernorm")
+        }
+        tensors |= {f"{outer}.{norm}.weight": random.matrix(H) for norm in ("enorm", "hnorm", "shared_head.norm")}
+        tensors[f"{outer}.eh_proj.weight"] = random.matrix(H, 2 * H)
+        tensors[f"{outer}.shared_head.output.weight"] = random.matrix(vocab, H)
+    return write(tensors, base_config(**STEP_KEYS, num_nextn_predict_layers=count, vocab_size=vocab))
 
 
 EXPERT_KEYS = {

@@ -13,7 +13,7 @@ from cluster.arch import TargetArch
 from cluster.attention.gather import Gather
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows
 from cluster.distributed.mesh import Shard
-from cluster.engine.backends import PoolKind, bind_attention
+from cluster.engine.backends import PoolKind, bind_layers
 from cluster.kernels.interface import Kernels
 from cluster.models.exchange import NoExchange, TokenExchange
 from cluster.models.load import local_heads
@@ -113,7 +113,7 @@ def _run(
     table = table_of(pages)
     kind = PoolKind(slots, Gather(table, 1), table)
     layers = [local_heads(g, shard) for g in arch.layers]
-    _, attention = bind_attention(layers, kind, torch.float64, False, load_context.kernels)
+    _, attention = bind_layers(layers, [kind], [False] * len(layers), load_context.kernels, (torch.float64, False))
     boundaries = tuple(range(arch.num_layers + 1))
     logits, streams, start = [], [], 0
     for rows in chunks:

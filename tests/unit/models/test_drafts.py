@@ -13,6 +13,7 @@ from cluster.models.draft import DraftModel
 from tests.parity.reference import target_reference
 from tests.support.loading import context, load_draft, load_target
 from tests.support.tiny_checkpoints import target_folder
+from tests.unit.attention.dense import keys_values
 from tests.unit.models import draft_folders as write
 from tests.unit.models.draft_cases import CASES, Case
 
@@ -30,14 +31,18 @@ class CausalAttention:
         geometry = self.layers[layer]
         cells = torch.cat([self.cached_cells[layer], kv]) if layer in self.cached_cells else kv.clone()
         self.cached_cells[layer] = cells
-        repeated_cells = cells.repeat_interleave(geometry.heads // geometry.kv_heads, 2)
-        k, v = repeated_cells[:, 0], repeated_cells[:, -1, :, : geometry.value_dim]
+        k, v = (
+            part.repeat_interleave(geometry.heads // geometry.kv_heads, 1) for part in keys_values(cells, geometry.cell)
+        )
         weights = torch.einsum("qhd,khd->hqk", q, k) * geometry.softmax_scale
         largest_relative_error = torch.arange(cells.shape[0] - q.shape[0], cells.shape[0])[:, None] - torch.arange(
             cells.shape[0]
         )
         masked = (largest_relative_error < 0) | (largest_relative_error >= (geometry.sliding_window or cells.shape[0]))
-        return torch.einsum("hqk,khd->qhd", weights.masked_fill(masked, float("-inf")).softmax(-1), v).flatten(1)
+        weights = weights.masked_fill(masked, float("-inf"))
+        if sinks is not None:
+            weights = torch.cat([weights, sinks[:, None, None].expand(-1, q.shape[0], 1)], -1)
+        return torch.einsum("hqk,khd->qhd", weights.softmax(-1)[..., : cells.shape[0]], v).flatten(1)
 
 
 def loaded_draft(folder: str, target: str, **overrides: object) -> DraftModel:

@@ -83,7 +83,12 @@ def test_kv_bytes_per_token_match_the_engine_with_mtp_drafts(layers: int) -> Non
 
 @pytest.mark.parametrize(
     ("family", "case"),
-    [("gpt_oss", "own layer types"), ("gemma3", "three local, one global"), ("mistral", "window of 9")],
+    [
+        ("gpt_oss", "own layer types"),
+        ("gemma3", "three local, one global"),
+        ("mistral", "window of 9"),
+        ("mimo_v2", "one full KV head, two with a window"),
+    ],
 )
 def test_kv_memory_of_layers_with_a_window_matches_the_engine(family: str, case: str) -> None:
     """A request of 1,000 tokens takes what inspect says; the layers that keep every token and others are both right."""

@@ -1,0 +1,120 @@
+"""MiMo-V2-Flash: full layers and layers with a sliding window that differ in their KV heads, rope and sinks; K wider
+than V; experts as in DeepSeek-V3 without a shared one.
+"""
+
+from dataclasses import replace
+
+from cluster.arch.families.deepseek import NAMES, read_grouped_moe
+from cluster.arch.keys import ConfigKeys
+from cluster.arch.layer import LayerGeometry, geometry_of, sliding_layers
+from cluster.arch.rope import Rope, rope_of
+from cluster.arch.target import TargetArch, target_of
+
+DEFAULTS = {
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""The values of these keys if a config leaves them out."""
+PARTIAL_ROTARY_FACTOR = 0.334
+VALUE_SCALE = 0.707
+SINK_NAMES = ((r"\.self_attn\.sinks$", ".self_attn.attention_sink_bias"),)
+
+
+def mimo_v2(keys: ConfigKeys) -> TargetArch:
+    """Return the target of `MiMoV2FlashForCausalLM`. Its MTP draft in the same checkpoint is ignored.
+
+    Two spellings of the config are read: that of the published checkpoint (`hybrid_layer_pattern`, `moe_layer_freq`,
+    `swa_...`, `layernorm_epsilon`), and that of `transformers` (`layer_types`, `mlp_layer_types`, `rope_parameters`).
+    """
+    num_layers = keys.integer("num_hidden_layers")
+    default = [i != 0 and (i + 1) % 6 != 0 for i in range(num_layers)]
+    is_sliding = sliding_layers(keys, num_layers, _flags_of_layers(keys, "hybrid_layer_pattern", default))
+    full, sliding = mimo_v2_layers(keys)
+    moe = replace(read_grouped_moe(_full_keys(keys)), shared=0)
+    layers = [
+        replace(sliding if slides else full, moe=moe if has_experts else None)
+        for slides, has_experts in zip(is_sliding, _layers_with_experts(keys, num_layers), strict=True)
+    ]
+    return target_of(
+        keys,
+        "MiMoV2FlashForCausalLM",
+        tuple(layers),
+        tensor_name_rules=(*NAMES, *SINK_NAMES),
+        ignored_patterns=(r"^mtp\.",),
+    )
+
+
+def mimo_v2_layers(config: ConfigKeys) -> tuple[LayerGeometry, LayerGeometry]:
+    """Return a full layer and a layer with the sliding window, both with a dense MLP."""
+    keys = _full_keys(config)
+    has_value_scale = config.data.get("attention_value_scale", VALUE_SCALE) is not None  # null: values are not scaled
+    full = replace(
+        geometry_of(_without_rope(keys)),
+        out_bias=False,
+        rope=_rope(keys, "full_attention", keys.number("rope_theta", 5e6)),
+        v_head_dim=keys.integer("v_head_dim"),
+        value_scale=keys.number("attention_value_scale", VALUE_SCALE) if has_value_scale else 1.0,
+        sinks=keys.flag("add_full_attention_sink_bias"),
+    )
+    # The published config counts the tokens before a row, `transformers` counts the row itself too.
+    before = keys.data.get("sliding_window_size")
+    sliding = replace(
+        full,
+        heads=keys.integer("swa_num_attention_heads", full.heads),
+        kv_heads=keys.integer("swa_num_key_value_heads", 2 * full.kv_heads),
+        head_dim=keys.integer("swa_head_dim", full.head_dim),
+        v_head_dim=keys.integer("swa_v_head_dim", full.value_dim),
+        rope=_rope(keys, "sliding_attention", keys.number("swa_rope_theta", 1e4)),
+        sliding_window=keys.integer("sliding_window", 129)
+        if before is None
+        else keys.integer("sliding_window_size") + 1,
+        sinks=keys.flag("add_swa_attention_sink_bias", True),
+    )
+    if sliding.heads % sliding.kv_heads:
+        raise keys.error(f"swa_num_key_value_heads {sliding.kv_heads} must divide {sliding.heads} heads")
+    return full, sliding
+
+
+def _full_keys(keys: ConfigKeys) -> ConfigKeys:
+    """Return the keys with `DEFAULTS` for missing ones. `layernorm_epsilon` is also `rms_norm_eps`, its usual name."""
+    eps = keys.data.get("layernorm_epsilon")
+    return keys.with_defaults(DEFAULTS | ({} if eps is None else {"rms_norm_eps": eps}))
+
+
+def _without_rope(keys: ConfigKeys) -> ConfigKeys:
+    names = ("rope_parameters", "rope_scaling", "partial_rotary_factor")
+    return keys.with_data({name: value for name, value in keys.data.items() if name not in names})
+
+
+def _rope(keys: ConfigKeys, layer_type: str, theta: float) -> Rope:
+    """Return the rope of a layer type: from `rope_parameters` if it lists the type, else unscaled with base `theta`."""
+    if layer_type in keys.section("rope_parameters").data:
+        rope_keys = keys.with_defaults({"partial_rotary_factor": PARTIAL_ROTARY_FACTOR})
+        return rope_of(rope_keys, theta, layer_type, allow_partial_rotary=True)
+    return Rope(theta, partial=keys.number("partial_rotary_factor", PARTIAL_ROTARY_FACTOR))
+
+
+def _layers_with_experts(keys: ConfigKeys, num_layers: int) -> list[bool]:
+    """Return for each layer whether it has experts: by default all but the first."""
+    types = keys.data.get("mlp_layer_types")
+    if types is None:
+        return _flags_of_layers(keys, "moe_layer_freq", [i > 0 for i in range(num_layers)])
+    if not isinstance(types, list) or len(types) != num_layers or set(types) - {"dense", "sparse"}:
+        raise keys.error(f"mlp_layer_types must list 'dense' or 'sparse' for the {num_layers} layers, got {types!r}")
+    return [layer_type == "sparse" for layer_type in types]
+
+
+def _flags_of_layers(keys: ConfigKeys, key: str, default: list[bool]) -> list[bool]:
+    """Return for each layer whether the list under `key` has 1, not 0."""
+    flags = keys.integers(key)
+    if flags is None:
+        return default
+    if len(flags) != len(default) or set(flags) - {0, 1}:
+        raise keys.error(f"{key} must list 0 or 1 for the {len(default)} layers, got {flags!r}")
+    return [flag == 1 for flag in flags]
