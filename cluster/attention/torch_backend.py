@@ -118,10 +118,9 @@ class TorchAttention:
         cell = self._cell
         if self._fp8:
             cells_read = decode(cells_read, cell, self._dtype)
-        numbers = cells_read.view(requests, piece.length, cell.numbers)
-        keys = numbers[..., : cell.kv_heads * cell.key_dim].unflatten(-1, (cell.kv_heads, cell.key_dim))
-        values = numbers[..., cell.values_offset :][..., : cell.kv_heads * cell.value_dim]
-        values = values.unflatten(-1, (cell.kv_heads, cell.value_dim))
+        numbers, rows = cells_read.view(requests, piece.length, cell.numbers), (requests, piece.length, cell.kv_heads)
+        keys = numbers[..., : cell.kv_heads * cell.key_dim].view(*rows, cell.key_dim)
+        values = numbers[..., cell.values_offset :][..., : cell.kv_heads * cell.value_dim].view(*rows, cell.value_dim)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
 

@@ -63,18 +63,19 @@ class SelfAttention:
     def __call__(self, rows: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
         """Rows `[T, in]` -> `[T, H]`. `in` is H, or 2 H in a draft layer that also reads the embedding."""
         # The columns of a packed row: q, k, v, and gates if `gated`. A cell is k and v.
-        cell = self.cell
-        q_end, k_end = self.heads * cell.key_dim, (self.heads + cell.kv_heads) * cell.key_dim
+        num_rows, heads, cell = rows.shape[0], self.heads, self.cell
+        q_end, k_end = heads * cell.key_dim, (heads + cell.kv_heads) * cell.key_dim
         v_end = q_end + cell.numbers
         packed = self.qkv(rows, self.qkv_bias)
-        self.kernels.rotate(packed[:, :k_end].unflatten(1, (-1, cell.key_dim)), angles, self.norms)
+        self.kernels.rotate(packed[:, :k_end].view(num_rows, heads + cell.kv_heads, cell.key_dim), angles, self.norms)
         if self.value_scale != 1:
             packed[:, k_end:v_end].mul_(self.value_scale)
-        q, kv = packed[:, :q_end].unflatten(1, (-1, cell.key_dim)), packed[:, q_end:v_end].unflatten(1, cell.shape)
+        q = packed[:, :q_end].view(num_rows, heads, cell.key_dim)
+        kv = packed[:, q_end:v_end].view(num_rows, *cell.shape)
         attended = attend(layer, q, kv) if self.sinks is None else attend(layer, q, kv, self.sinks)
         if self.gated:
-            gates = packed[:, v_end:].unflatten(1, (self.heads, -1)).sigmoid()
-            attended = (attended.unflatten(1, (self.heads, -1)) * gates).flatten(1)
+            gates = packed[:, v_end:].reshape(num_rows, heads, (packed.shape[1] - v_end) // heads).sigmoid()
+            attended = (attended.view(num_rows, heads, cell.value_dim) * gates).flatten(1)
         return exchange.reduce(self.out(attended, self.out_bias))
 
 

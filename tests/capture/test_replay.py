@@ -28,7 +28,7 @@ from tests.parity.pairs import algorithm_of, diagonal, draft_of
 from tests.parity.poison import tensors_by_slot
 from tests.parity.trees import adaptive, engine_with_trees
 from tests.support.tiny_checkpoints import draft_folder, target_folder
-from tests.unit.models.draft_cases import LISTS
+from tests.unit.models.mtp_cases import LISTS
 
 ADJUSTED = LogitAdjustments(0.4, 0.3, 1.2, ((3, 1.0), (1, -100.0)), min_tokens=9)
 PARAMS = {

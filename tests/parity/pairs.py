@@ -13,7 +13,8 @@ from tests.parity.drafts import correct
 from tests.parity.harness import SAMPLING, RunResult, config_of, make_request, run, run_one_by_one, texts_of
 from tests.support.families import FAMILIES, LAYERS, VOCAB, family_checkpoint
 from tests.support.loading import check_draft
-from tests.unit.models.draft_cases import CASES, LISTS
+from tests.unit.models.draft_cases import CASES
+from tests.unit.models.mtp_cases import LISTS
 
 DEEP = 8
 """Number of target layers for drafts with EAGLE-3's default aux layers, which ascend from 8 target layers on."""

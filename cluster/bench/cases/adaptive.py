@@ -89,7 +89,7 @@ QUICK = Size(
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class LoadCell:
     """One load: a kind of text, a temperature and a batch size."""
 
     kind: str
@@ -140,7 +140,7 @@ def _measure_family(
     family: str, contenders: Contenders, size: Size, prompts: Mapping[str, TokenLists], log_progress: LogProgress
 ) -> dict[str, Any]:
     cells = []
-    for cell in (Cell(*values) for values in product(size.kinds, size.temperatures, size.batches)):
+    for cell in (LoadCell(*values) for values in product(size.kinds, size.temperatures, size.batches)):
         cells.append(_measure_cell(cell, contenders, prompts[cell.kind], size))
         log_progress(f"adaptive: {family}, {_cell_line(cells[-1])}")
     swing = _measure_swing(contenders, prompts[size.kinds[0]], size)
@@ -172,7 +172,7 @@ def configs(pair: ModelPair, family: str, size: Size, ranks: int = 1) -> dict[st
     return {str(PLAIN): config(PLAIN), **fixed, ADAPTIVE: largest.model_copy(update={"speculative_mode": "adaptive"})}
 
 
-def _measure_cell(cell: Cell, contenders: Contenders, prompts: TokenLists, size: Size) -> dict[str, Any]:
+def _measure_cell(cell: LoadCell, contenders: Contenders, prompts: TokenLists, size: Size) -> dict[str, Any]:
     new_tokens = _new_tokens(size, cell.batch)
 
     def run(names: Sequence[str], repeats: int) -> dict[str, list[SteadyRun]]:

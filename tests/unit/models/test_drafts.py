@@ -15,7 +15,8 @@ from tests.support.loading import context, load_draft, load_target
 from tests.support.tiny_checkpoints import target_folder
 from tests.unit.attention.dense import keys_values
 from tests.unit.models import draft_folders as write
-from tests.unit.models.draft_cases import CASES, Case
+from tests.unit.models.draft_case import Case
+from tests.unit.models.draft_cases import CASES
 
 TEXT = [5, 40, 12, 33, 7, 7, 61, 20, 2, 18, 50, 9, 31]
 DRAFTED_TOKENS = [44, 3, 27]

@@ -6,7 +6,8 @@ from cluster.arch import read_target
 from tests.checkpoints.speculators.registry import rows as speculators_rows
 from tests.distributed import test_drafts
 from tests.support.families import FAMILIES, family_checkpoint
-from tests.unit.models.draft_cases import CASES, LISTS
+from tests.unit.models.draft_cases import CASES
+from tests.unit.models.mtp_cases import LISTS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/models.md"
 BEGIN, END = "<!-- {} begin, made from the test registry -->", "<!-- {} end -->"

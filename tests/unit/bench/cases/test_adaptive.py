@@ -3,7 +3,7 @@
 from typing import Any
 
 from cluster.bench.cases import adaptive
-from cluster.bench.cases.adaptive import ADAPTIVE, Cell, Size
+from cluster.bench.cases.adaptive import ADAPTIVE, LoadCell, Size
 from cluster.bench.steady_runs import SteadyRun
 
 SIZE = Size(sweeps=1, repeats=2, more_repeats=5)
@@ -33,7 +33,7 @@ class SimulatedContenders:
 
 
 def measure_cell(adaptive_speeds: list[float]) -> dict[str, Any]:
-    return adaptive._measure_cell(Cell("code", 0.0, 1), SimulatedContenders(adaptive_speeds), [[1]], SIZE)
+    return adaptive._measure_cell(LoadCell("code", 0.0, 1), SimulatedContenders(adaptive_speeds), [[1]], SIZE)
 
 
 def test_a_cell_that_misses_the_goal_is_measured_again() -> None:
