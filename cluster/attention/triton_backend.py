@@ -275,7 +275,10 @@ class TritonAttention:
 
     def _blocks(self, rows: int, is_prompt: bool = False, max_lines: int = 128) -> "Blocks":
         """Return the block sizes for requests of `rows` rows, with at most `max_lines` lines in one program."""
-        lines = min(max_lines, next_power_of_2(rows * self._heads // self._kv_heads))
+        heads_per_kv_head = self._heads // self._kv_heads
+        if heads_per_kv_head & (heads_per_kv_head - 1):  # dividing by such a number takes registers (GLM-4.5: 12)
+            max_lines = min(max_lines, 64)
+        lines = min(max_lines, next_power_of_2(rows * heads_per_kv_head))
         return blocks_of(self._pool, lines, is_prompt)
 
     def _splits(self, programs_per_split: int) -> int:

@@ -35,7 +35,7 @@ def main(names: list[str]) -> int:
                 fits = compiled_program.shared <= SHARED_MEMORY and not compiled_program.spilled_bytes
                 waits_for_tiles = (
                     compiled_program.name == "attend"
-                    and not started_program.constants["FP8_GROUPS"]
+                    and not started_program.constants["KEY_SCALES"]
                     and not compiled_program.async_copies
                 )
                 failures += not fits or waits_for_tiles
