@@ -1,10 +1,11 @@
-"""Which layers with a sliding window are in window pools: KV pools that keep only the last tokens of each request.
+"""In which KV pool each layer of a model is: which layers share a pool, and which are in window pools, which keep only
+the last tokens of each request.
 
 A layer is in a window pool if a request of the full context needs fewer pages there than in the other pools. All window
 pools of a rank have the same pages, those that the widest of these windows needs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from cluster.arch.layer import LayerGeometry
@@ -44,3 +45,21 @@ def window_layout(
         if request_pages * page_size < context_length:
             return WindowLayout(window, reach, request_pages)
     return None
+
+
+class PoolLayers(NamedTuple):
+    """The `layers` of a model that are in one KV pool, in ascending order. `windowed`: it is a window pool."""
+
+    windowed: bool
+    layers: list[int]
+
+
+def pool_layers(layers: Sequence[LayerGeometry], is_windowed: Sequence[bool]) -> list[PoolLayers]:
+    """Return the pools of a model, in order of their first layers. Layer i is in a window pool if `is_windowed[i]`.
+    Layers of one pool also have the same cells, heads and scale.
+    """
+    pools = dict[tuple[object, ...], PoolLayers]()
+    for index, (layer, windowed) in enumerate(zip(layers, is_windowed, strict=True)):
+        key = windowed, layer.cell, layer.heads, layer.scale
+        pools.setdefault(key, PoolLayers(windowed, [])).layers.append(index)
+    return list(pools.values())

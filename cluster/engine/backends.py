@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cluster.arch import LayerGeometry
+from cluster.arch.windows import pool_layers
 from cluster.attention.gather import Gather
 from cluster.attention.shape import AttentionShape
 from cluster.config import ConfigError
@@ -162,13 +163,10 @@ def bind_layers(
     every token, and that of window pools, in which layer i is if `is_windowed[i]`. Layers of one pool also have the
     same cells, heads and scale. `dtypes` are the dtype of queries, and whether the pools store FP8.
     """
-    groups = dict[tuple[Any, ...], list[int]]()
-    for index, (layer, windowed) in enumerate(zip(layers, is_windowed, strict=True)):
-        groups.setdefault((windowed, layer.cell, layer.heads, layer.scale), []).append(index)
     pools, parts, places = list[KVPool](), list[AttentionBackend](), dict[int, tuple[int, int]]()
-    for (windowed, *_), chosen in groups.items():
-        pool, attention = bind_attention([layers[i] for i in chosen], kinds[windowed], *dtypes, kernels)
-        places.update({layer: (len(parts), own_layer) for own_layer, layer in enumerate(chosen)})
+    for windowed, indices in pool_layers(layers, is_windowed):
+        pool, attention = bind_attention([layers[i] for i in indices], kinds[windowed], *dtypes, kernels)
+        places.update({layer: (len(parts), own_layer) for own_layer, layer in enumerate(indices)})
         pools.append(pool)
         parts.append(attention)
     if len(parts) == 1:

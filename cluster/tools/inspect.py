@@ -26,6 +26,7 @@ DRIVER_DEVICES = (
     "/dev/nvidiactl",
     "/dev/dxg",
 )  # device files of NVIDIA's driver: Linux, and Windows Subsystem for Linux
+POOL_FACTS = ("kv_pools", "kv_request_bytes")
 HIDDEN_FACTS = ("tensors", "spec", "choices", "doubts", "folder", "quantised")
 
 
@@ -158,9 +159,16 @@ def _print(report: Report, tensors: bool) -> None:
         for doubt in model_report.get("doubts", ()):
             print(f"  doubt: {doubt}")
     for key, value in (report.memory | report.features).items():
-        print(f"{key}: {_formatted(value)}")
+        if key == "kv_pools":
+            print("\n".join(f"  KV pool of {pool}" for pool in value))
+        elif key == "kv_request_bytes":
+            print(
+                "; ".join(f"a request of {int(tokens):,} tokens takes {size:,} bytes" for tokens, size in value.items())
+            )
+        else:
+            print(f"{key}: {_formatted(value)}")
     if report.here:
-        here = ", ".join(f"{key} {_formatted(value)}" for key, value in report.here.items())
+        here = ", ".join(f"{key} {_formatted(value)}" for key, value in report.here.items() if key not in POOL_FACTS)
         print(f"this machine has no GPU; here it is served with: {here}")
     for problem in report.problems:
         print(f"problem: {problem}")

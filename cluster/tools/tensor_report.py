@@ -296,8 +296,8 @@ def _draft(
     runners = [target_layers, *[draft_layers] * loaded_runners]
     dtype_name = str(dtype).removeprefix("torch.")
     kv_dtype = cache_dtype("fp8_e4m3" if rank_setup.fp8_cache else "auto", dtype_name)
-    report.memory |= kv_memory(runners, kv_dtype, arch.max_position, rank_setup.device)
-    report.memory["kv_bytes_per_token"] += buffer_bytes(loaded_runners, spec.hidden, dtype)
+    buffers = buffer_bytes(loaded_runners, spec.hidden, dtype)
+    report.memory |= kv_memory(runners, kv_dtype, arch.max_position, rank_setup.device, buffers)
     report.features["speculation"] = spec.algorithm
     if sharding != UNSHARDED and spec.runners > 1:
         report.features["draft_runners"] = spec.runners
