@@ -16,12 +16,13 @@ from cluster.config.speculation import MISSED_TOKENS
 class WindowLayout(NamedTuple):
     """Layers with a sliding window of at most `window` tokens are in window pools. Rows that may still be computed see
     at most the last `reach` committed tokens of a request, which needs at most `request_pages` pages there, apart from
-    the prompt rows of a step.
+    the prompt rows of a step. The next steps write at most `written` tokens behind the committed ones.
     """
 
     window: int
     reach: int
     request_pages: int
+    written: int
 
     def holds(self, layer: LayerGeometry) -> bool:
         """Return whether `layer` is in a window pool."""
@@ -39,11 +40,11 @@ def window_layout(
         # Rows that were read before may be read again: by a draft that wakes, or by the later runners of a multi-layer
         # draft, in which the KV of a token depends on the tokens after it.
         reach = window - 1 + max(MISSED_TOKENS, drafts)
-        tokens = reach + (1 + steps_ahead) * (shape.num_steps + 1) + shape.window
+        written = (1 + steps_ahead) * (shape.num_steps + 1) + shape.window
         # A request has one page at each end that other tokens share.
-        request_pages = -(-tokens // page_size) + 2
+        request_pages = -(-(reach + written) // page_size) + 2
         if request_pages * page_size < context_length:
-            return WindowLayout(window, reach, request_pages)
+            return WindowLayout(window, reach, request_pages, written)
     return None
 
 

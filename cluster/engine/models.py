@@ -108,7 +108,8 @@ class RankModels:
         sample_tokens = 0 if resolved.sample is None else len(resolved.sample.tokens)  # read as one chunk at start
         chunk_tokens = max((1 + resolved.steps_ahead) * resolved.chunk_rows, sample_tokens)
         ratio = resolved.settings.swa_full_tokens_ratio
-        return WindowNeeds(layout.reach, layout.request_pages, -(-chunk_tokens // page_size), requests, ratio)
+        chunk_pages = -(-chunk_tokens // page_size)
+        return WindowNeeds(layout.reach, layout.request_pages, chunk_pages, requests, ratio, layout.written)
 
     @property
     def window_layout(self) -> WindowLayout | None:

@@ -273,8 +273,8 @@ class PrefillScheduler:
         window_pages = self._cache.pages_for(token_count + self._decode.window_of(sequence)) - self._cache.pages_for(
             token_count
         )
-        salt, max_cached_tokens = sequence.request.cache_salt, sequence.max_cached_tokens
-        lease = self._cache.open(sequence.tokens, token_count, reserved_pages + window_pages, salt, max_cached_tokens)
+        limits = sequence.request.cache_salt, sequence.max_cached_tokens, sequence.max_tokens
+        lease = self._cache.open(sequence.tokens, token_count, reserved_pages + window_pages, *limits)
         if lease is None:
             return False
         sequence.attach(lease)

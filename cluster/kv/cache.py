@@ -126,6 +126,7 @@ class KVCache:
         reserved_pages: int = 0,
         salt: int = 0,
         max_cached_tokens: int | None = None,
+        most_tokens: int | None = None,
     ) -> Lease | None:
         """Return a lease for a request with the known `tokens`, with pages for its first `needed_tokens` tokens.
 
@@ -133,14 +134,15 @@ class KVCache:
         takes pages for the rest. At least one token is left to compute. If another page already holds the KV of
         the first tokens of the first new page, the next step copies this KV, unless the other page must be
         evicted to make room for the request. If `max_cached_tokens` is given, at most that many cached tokens
-        are used, in whole pages, and no KV is copied.
+        are used, in whole pages, and no KV is copied. The request never has more than `most_tokens` tokens (None: any
+        number), so window pools keep no more pages for it.
 
         Returns None, and changes no page, if no row of the page table is unused, if there are too few pages, or if
         fewer than `reserved_pages` pages would stay free or evictable.
         """
         if not self._rows or reserved_pages >= self.free_pages + self.evictable_pages:
             return None
-        if self.window is not None and not self.window.can_admit:
+        if self.window is not None and not self.window.can_admit(most_tokens):
             return None
         path = self._match(tokens, salt, max_cached_tokens)
         self._tree.lock(path)
@@ -160,7 +162,7 @@ class KVCache:
         self._leases[lease.row] = lease
         self.table.write([lease.row] * len(path), range(len(path)), [node.page for node in path])
         if self.window is not None:
-            self.window.admit(lease.span, path, lease.cached_tokens)
+            self.window.admit(lease.span, path, lease.cached_tokens, most_tokens)
         if copy is not None:
             page, cells = copy
             self._copies.append(self._page_copy(lease, page, cells))

@@ -20,10 +20,10 @@ prefixes.
 
 @dataclass(frozen=True, slots=True)
 class WindowNeeds:
-    """What requests need in the window pools. Rows that may still be computed see at most the last `reach`
-    committed tokens. A request needs at most `request_pages` pages; while prompts are read, the chunks of all
-    prompts together need up to `chunk_pages` more. `requests` is the largest number of running requests. For
-    `ratio` see `pages`.
+    """What requests need in the window pools. Rows that may still be computed see at most the last `reach` committed
+    tokens, and steps write at most `written` tokens behind them. A request needs at most `request_pages` pages, or
+    those of all its tokens if it is shorter; while prompts are read, the chunks of all prompts together need up to
+    `chunk_pages` more. `requests` is the largest number of running requests. For `ratio` see `pages`.
     """
 
     reach: int
@@ -31,6 +31,13 @@ class WindowNeeds:
     chunk_pages: int
     requests: int
     ratio: float | None = None
+    written: int = 0
+
+    def reserved_pages(self, most_tokens: int | None, page_size: int) -> int:
+        """Return how many pages a request may need that never has more than `most_tokens` tokens (None: any number)."""
+        if most_tokens is None:
+            return self.request_pages
+        return min(self.request_pages, -(-(most_tokens + self.written) // page_size))
 
     @property
     def least_pages(self) -> int:

@@ -9,8 +9,8 @@ cached prefix is still there, but a request can reuse it only up to a token befo
 (`WindowPages.usable`). So window pages that are not at the end of a cached prefix are taken first: the end of a request
 that has finished, or of a prefix that a request has reused.
 
-Each running request reserves the most pages that it may need, so a window page is always found, and no request is ever
-retracted for lack of one.
+Each running request reserves the most pages that it may need: those of a window, or of all its tokens if it is shorter.
+So a window page is always found, and no request is ever retracted for lack of one.
 """
 
 from collections import OrderedDict
@@ -26,12 +26,13 @@ from cluster.kv.window_map import WindowMap
 @dataclass(slots=True)
 class WindowSpan:
     """The pages of a request that have a window page for it: numbers `first` to `stop` - 1 in token order. The first
-    `reused` pages of the request are those of a cached prefix.
+    `reused` pages of the request are those of a cached prefix. It has reserved `reserved` window pages.
     """
 
     first: int = 0
     stop: int = 0
     reused: int = 0
+    reserved: int = 0
 
 
 class WindowPages:
@@ -43,7 +44,7 @@ class WindowPages:
         """Manage `count` window pages, besides their sink page, for a cache with the pages of `window_map`."""
         self.needs, self.map = needs, window_map
         self._allocator = PageAllocator(count)
-        self._users = 0  # running requests
+        self._reserved = 0  # by running requests
         # Unused nodes of the tree that have a window page, least recently used first: those at the ends of cached
         # prefixes, and the others.
         self._ends: OrderedDict[Node, None] = OrderedDict()
@@ -69,13 +70,13 @@ class WindowPages:
         """Window pages that running requests need."""
         return self.total - self.free - self.evictable
 
-    @property
-    def can_admit(self) -> bool:
-        """Whether one more request may run."""
-        needs, users = self.needs, self._users + 1
+    def can_admit(self, most_tokens: int | None) -> bool:
+        """Return whether one more request may run that never has more than `most_tokens` tokens (None: any number)."""
+        needs, page_size = self.needs, self.map.page_size
         # A page has at most one window page. So if there is one for each page, they cannot run out.
         is_plenty = self.total >= len(self.map.host_pages) - 1
-        return is_plenty or users * needs.request_pages + needs.chunk_pages <= self.total
+        reserved = self._reserved + needs.reserved_pages(most_tokens, page_size)
+        return is_plenty or reserved + needs.chunk_pages <= self.total
 
     def usable(self, path: list[Node]) -> list[Node]:
         """Return the longest beginning of `path` after which a request can go on: the window pages of all tokens that
@@ -94,9 +95,12 @@ class WindowPages:
         """Return the number of the first page that rows may still see, if `committed` tokens are committed."""
         return max(0, committed - self.needs.reach) // self.map.page_size
 
-    def admit(self, span: WindowSpan, path: Sequence[Node], committed: int) -> None:
-        """Begin a request whose first pages are those of `path`; `committed` tokens of it are computed."""
-        self._users += 1
+    def admit(self, span: WindowSpan, path: Sequence[Node], committed: int, most_tokens: int | None) -> None:
+        """Begin a request whose first pages are those of `path`; `committed` tokens of it are computed. For
+        `most_tokens` see `can_admit`.
+        """
+        span.reserved = self.needs.reserved_pages(most_tokens, self.map.page_size)
+        self._reserved += span.reserved
         span.first, span.stop, span.reused = self.first_needed(committed), len(path), len(path)
         for node in path[span.first :]:
             self._lock(node)
@@ -143,7 +147,7 @@ class WindowPages:
 
     def close(self, span: WindowSpan, nodes: Sequence[Node], own_pages: Sequence[int]) -> None:
         """End a request. Its last pages in the tree are the end of a cached prefix."""
-        self._users -= 1
+        self._reserved -= span.reserved
         for number in range(span.first, span.stop):
             if number < len(nodes):
                 self._unlock(nodes[number], self._ends)
@@ -191,7 +195,7 @@ class WindowPages:
             is_listed = node in self._ends or node in self._others
             assert node.window_locks == count, f"page {node.page} has {node.window_locks} window locks, not {count}"
             assert is_listed == (count == 0 and pages[node.page] > 0), f"page {node.page} is listed wrongly"
-        assert self._users == len(spans), "requests are miscounted"
+        assert self._reserved == sum(span.reserved for span, *_ in spans), "reservations are miscounted"
 
     def _lock(self, node: Node) -> None:
         if not node.window_locks:

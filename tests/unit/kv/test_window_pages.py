@@ -18,7 +18,7 @@ REACH, WRITTEN = 7, 6
 
 def window_cache(pages: int, page_size: int, window_pages: int, rows: int = 4, radix: bool = True) -> KVCache:
     request_pages = -(-(REACH + WRITTEN) // page_size) + 2
-    needs = WindowNeeds(REACH, request_pages, 0, rows)
+    needs = WindowNeeds(REACH, request_pages, 0, rows, written=WRITTEN)
     window_map = WindowMap(pages, page_size, CPU)
     table = PageTable(rows, 64, page_size, CPU, window_map)
     return KVCache(pages, table, radix, WindowPages(needs, window_pages, window_map))
@@ -106,8 +106,14 @@ def test_no_request_is_admitted_whose_window_pages_could_run_out() -> None:
     assert cache.open([9] * 5, 5) is None
     for lease, token in zip(leases, range(2), strict=True):
         run_prompt(cache, lease, [token] * 30)
+    assert cache.open([9] * 5, 5, most_tokens=6) is None, "6 tokens, and 6 that steps write, need 3 pages"
+    short = WindowNeeds(REACH, 6, 0, 4)
+    assert short.reserved_pages(6, 4) == 2 and short.reserved_pages(60, 4) == 6
     cache.close(leases[0], [0] * 30, 30)
-    assert cache.open([9] * 5, 5) is not None
+    first = cache.open([9] * 5, 5, most_tokens=6)
+    assert first is not None and first.span.reserved == 3
+    assert cache.open([8] * 5, 5, most_tokens=6) is not None, "two short requests in place of a long one"
+    assert cache.open([7] * 5, 5, most_tokens=6) is None
     cache.check()
 
 
@@ -123,7 +129,7 @@ def test_running_requests_always_find_the_cells_that_rows_see(page_size: int, pl
     window = cache.window
     assert window is not None
     held: dict[int, tuple[int, ...]] = {}  # by window slot: the tokens up to the one after the slot's
-    running: list[tuple[Lease, list[int], int]] = []
+    running: list[tuple[Lease, list[int], int, int]] = []
     reused = copied = 0
 
     def slot(lease: Lease, index: int) -> int:
@@ -139,7 +145,8 @@ def test_running_requests_always_find_the_cells_that_rows_see(page_size: int, pl
         choice = random.random()
         if choice < 0.3:
             tokens = [int(random.random() < 0.15) for _ in range(random.randint(1, 30))]
-            lease = cache.open(tokens, len(tokens))
+            most = random.choice((len(tokens), 50))
+            lease = cache.open(tokens, len(tokens), most_tokens=most)
             if lease is not None:
                 sources = {copy: [held.get(copy.window_source * page_size + i) for i in range(copy.tokens)]
                            for copy in cache.take_copies()}  # fmt: skip
@@ -147,11 +154,11 @@ def test_running_requests_always_find_the_cells_that_rows_see(page_size: int, pl
                     held.update({copy.window_target * page_size + i: cell for i, cell in enumerate(cells) if cell})
                 copied, reused = copied + len(sources), reused + (lease.cached_tokens >= page_size)
                 check_cells(lease, tokens, lease.cached_tokens)
-                running.append((lease, tokens, lease.cached_tokens))
+                running.append((lease, tokens, lease.cached_tokens, most))
         elif running and choice < 0.85:
             number = random.randrange(len(running))
-            lease, tokens, committed = running[number]
-            if committed + WRITTEN >= len(tokens) and len(tokens) < 50:
+            lease, tokens, committed, most = running[number]
+            if committed + WRITTEN >= len(tokens) and len(tokens) < most:
                 tokens += [int(random.random() < 0.15) for _ in range(random.randint(1, WRITTEN))]
             stop = min(committed + WRITTEN, len(tokens) - 1)
             if not cache.grow([lease], [len(tokens)]):
@@ -162,12 +169,12 @@ def test_running_requests_always_find_the_cells_that_rows_see(page_size: int, pl
             committed = max(committed, random.randint(committed, stop) if stop > committed else committed)
             cache.publish(lease, tokens, committed)
             check_cells(lease, tokens, committed)
-            running[number] = lease, tokens, committed
+            running[number] = lease, tokens, committed, most
         elif running:
-            lease, tokens, committed = running.pop(random.randrange(len(running)))
+            lease, tokens, committed, _ = running.pop(random.randrange(len(running)))
             cache.close(lease, tokens, committed)
         cache.check()
-    for lease, tokens, committed in running:
+    for lease, tokens, committed, _ in running:
         cache.close(lease, tokens, committed)
     cache.check()
     assert window.free + window.evictable == window.total
