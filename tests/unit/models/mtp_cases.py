@@ -38,13 +38,15 @@ MIMO_V2 = {
         "rms_norm_eps": 1e-5,
     },
 }
-STEP = {
+PLAIN_STEP = {
     "at": "layers.4.",
     "inner": "layers.4.transformer.",
     "parts": NEXTN,
     "gemma": True,
     "pre": True,
     "head": "layers.4.shared_head.output.weight",
+}
+STEP = PLAIN_STEP | {
     "window": 6,
     "renamed": {},
     "config": {
@@ -102,14 +104,7 @@ MTP_CASES: dict[str, Case] = {
         "Step-3.5: own head, norms of 1 + weight",
         lambda: write.mtp("step"),
         Mtp,
-        {
-            "at": "layers.4.",
-            "inner": "layers.4.transformer.",
-            "parts": NEXTN,
-            "gemma": True,
-            "pre": True,
-            "head": "layers.4.shared_head.output.weight",
-        },
+        PLAIN_STEP,
         {"dialect": "step-3.5", "head": "own", "chained": True},
     ),
     "step-3.5": Case(
