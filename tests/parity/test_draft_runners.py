@@ -51,9 +51,9 @@ def references(dialect: str) -> list[Mtp]:
             prefix = f"mtp.layers.{i}."
             layers.append(WindowedMtpLayer(folder, target, **MIMO_V2 | {"at": prefix, "inner": prefix}))
         elif dialect == "step-3.5":
-            places = {"at": f"layers.{4 + i}.", "inner": f"layers.{4 + i}.transformer."}
-            head = f"layers.{4 + i}.shared_head.output.weight"
-            layers.append(WindowedMtpLayer(folder, target, **STEP | places | {"head": head}))
+            prefix = f"layers.{4 + i}."
+            places = {"at": prefix, "inner": prefix, "head": f"{prefix}transformer.shared_head.output.weight"}
+            layers.append(WindowedMtpLayer(folder, target, **STEP | places))
         elif dialect == "mimo":
             prefix = f"mtp_layers.{i}."
             layers.append(Mtp(folder, target, at=prefix, parts=MIMO, hidden_first=True, zero_first=True))

@@ -12,6 +12,7 @@ from cluster.arch.draft.mtp import read_mtp
 from cluster.arch.draft.recognise import has_mistral_names, recognise_kind
 from cluster.arch.draft.spec import DraftLayer, DraftSpec, Kind, ResolvedFact
 from cluster.arch.draft.token_map import SETTING, read_token_map, vocabulary_map_doubts
+from cluster.arch.families.wrapped import text_keys
 from cluster.arch.keys import ConfigKeys, Shapes, read_json
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
@@ -45,7 +46,7 @@ def read_draft(
             or `token_map` cannot be used. The message gives both numbers that differ, or names the format.
     """
     file = "params.json" if has_mistral_names(shapes) else "config.json"
-    keys = ConfigKeys(read_json(folder, file), folder, file)
+    keys = text_keys(ConfigKeys(read_json(folder, file), folder, file))
     facts = FactResolver(overrides or {})
     spec = READERS[recognise_kind(folder, keys.data, shapes)](folder, keys, shapes, target, facts)
     if spec.vocab_map:

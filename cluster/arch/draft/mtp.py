@@ -18,6 +18,7 @@ from cluster.arch.families.mimo import SINK_NAMES, mimo_v2_layers
 from cluster.arch.families.qwen import NEXT_DEFAULTS, NEXT_NAMES, read_qwen3_next_moe
 from cluster.arch.families.step import NAMES as STEP_NAMES
 from cluster.arch.families.step import step3p5_layer
+from cluster.arch.families.wrapped import NON_TEXT_TENSORS
 from cluster.arch.keys import ConfigKeys, Shapes, dtype_of
 from cluster.arch.layer import LayerGeometry
 from cluster.arch.target import TargetArch
@@ -120,13 +121,23 @@ def recognise_mtp_format(shapes: Shapes) -> tuple[MtpFormat, list[int]]:
     layer_numbers = sorted(
         {int(match[1]) for n in shapes if (match := re.match(r"layers\.(\d+)\.(eh_proj|shared_head|[eh]norm)\.", n))}
     )
-    has_transformer, has_output = (
-        any(re.match(rf"layers\.\d+\.{part}\.", name) for name in shapes)
-        for part in ("transformer", r"shared_head\.output")
-    )
-    if has_transformer or has_output:
-        return STEP if has_transformer else replace(STEP, layer_prefix=STEP.prefix), layer_numbers
-    return NEXTN, layer_numbers
+    return _step_format(shapes) or NEXTN, layer_numbers
+
+
+def _step_format(shapes: Shapes) -> MtpFormat | None:
+    """Return the format of Step-3.5's layers, or None if these are not such layers. In the published checkpoints only
+    the head and its norm are under `transformer`; our training writes the decoder layer there.
+    """
+
+    def has_any(pattern: str) -> bool:
+        return any(re.match(rf"layers\.\d+\.{pattern}", name) for name in shapes)
+
+    is_layer_nested = has_any(r"transformer\.(?!shared_head\.)")
+    if not is_layer_nested and not has_any(r"(transformer\.)?shared_head\.output\."):
+        return None
+    head = "transformer.shared_head." if has_any(r"transformer\.shared_head\.") else "shared_head."
+    layer_prefix = STEP.layer_prefix if is_layer_nested else STEP.prefix
+    return replace(STEP, layer_prefix=layer_prefix, norm=f"{head}norm.", head=f"{head}output.")
 
 
 def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, facts: FactResolver) -> DraftSpec:
@@ -219,7 +230,7 @@ def _layer_geometry(folder: str, keys: ConfigKeys, shapes: Shapes, mtp_format: M
 
 def _target_patterns(mtp_format: MtpFormat, layer_numbers: list[int]) -> tuple[str, ...]:
     """Return patterns of the target's tensors in the same checkpoint."""
-    patterns = [r"^embed_tokens\.", r"^lm_head\.", r"^norm\."]
+    patterns = [r"^embed_tokens\.", r"^lm_head\.", r"^norm\.", *NON_TEXT_TENSORS]
     own_numbers = "|".join(str(number) for number in layer_numbers)
     if mtp_format.prefix.startswith("layers."):
         return (*patterns, rf"^layers\.(?!({own_numbers})\.)\d+\.")

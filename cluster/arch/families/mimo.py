@@ -7,7 +7,7 @@ from dataclasses import replace
 from cluster.arch.families.deepseek import NAMES, read_grouped_moe
 from cluster.arch.keys import ConfigKeys
 from cluster.arch.layer import LayerGeometry, geometry_of, sliding_layers
-from cluster.arch.rope import Rope, rope_of
+from cluster.arch.rope import Rope, rope_of, scaling_of
 from cluster.arch.target import TargetArch, target_of
 
 DEFAULTS = {
@@ -36,7 +36,8 @@ def mimo_v2(keys: ConfigKeys) -> TargetArch:
     default = [i != 0 and (i + 1) % 6 != 0 for i in range(num_layers)]
     is_sliding = sliding_layers(keys, num_layers, _flags_of_layers(keys, "hybrid_layer_pattern", default))
     full, sliding = mimo_v2_layers(keys)
-    moe = replace(read_grouped_moe(_full_keys(keys)), shared=0)
+    _refuse_unserved(keys)
+    moe = replace(read_grouped_moe(_without(_full_keys(keys), "n_shared_experts")), shared=0)
     layers = [
         replace(sliding if slides else full, moe=moe if has_experts else None)
         for slides, has_experts in zip(is_sliding, _layers_with_experts(keys, num_layers), strict=True)
@@ -55,7 +56,7 @@ def mimo_v2_layers(config: ConfigKeys) -> tuple[LayerGeometry, LayerGeometry]:
     keys = _full_keys(config)
     has_value_scale = config.data.get("attention_value_scale", VALUE_SCALE) is not None  # null: values are not scaled
     full = replace(
-        geometry_of(_without_rope(keys)),
+        geometry_of(_without(keys, "rope_parameters", "rope_scaling", "partial_rotary_factor")),
         out_bias=False,
         rope=_rope(keys, "full_attention", keys.number("rope_theta", 5e6)),
         v_head_dim=keys.integer("v_head_dim"),
@@ -87,9 +88,25 @@ def _full_keys(keys: ConfigKeys) -> ConfigKeys:
     return keys.with_defaults(DEFAULTS | ({} if eps is None else {"rms_norm_eps": eps}))
 
 
-def _without_rope(keys: ConfigKeys) -> ConfigKeys:
-    names = ("rope_parameters", "rope_scaling", "partial_rotary_factor")
+def _without(keys: ConfigKeys, *names: str) -> ConfigKeys:
     return keys.with_data({name: value for name, value in keys.data.items() if name not in names})
+
+
+def _refuse_unserved(keys: ConfigKeys) -> None:
+    """Raise if the config asks for what this family's function does not read.
+
+    Raises:
+        ConfigError: the message names the key.
+    """
+    layout, shared = keys.data.get("attention_projection_layout"), keys.count("n_shared_experts")
+    if layout not in (None, "split_qkv"):
+        raise keys.error(
+            f"attention_projection_layout {layout!r} is not served: q, k and v must be tensors of their own"
+        )
+    if shared:
+        raise keys.error(f"n_shared_experts {shared} is not served: MiMo-V2 has no shared expert")
+    if scaling_of(keys).data.get("rope_type", "default") != "default":
+        raise keys.error(f"rope_scaling {scaling_of(keys).data} is not served for MiMo-V2; set it to null")
 
 
 def _rope(keys: ConfigKeys, layer_type: str, theta: float) -> Rope:

@@ -46,20 +46,29 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 NON_TEXT_TENSORS = (r"^(vision_tower|vision_model|multi_modal_projector|mm_projector|vit_large_projector)\.",)
 
 
-def read_wrapped(keys: ConfigKeys, wrapper: str) -> TargetArch:
-    """Return the language model inside `wrapper`. The result's `family` names the wrapper and the language model."""
+def text_keys(keys: ConfigKeys) -> ConfigKeys:
+    """Return the config of the language model inside a wrapper, with defaults for what published configs leave out. The
+    config of any other model is returned as it is.
+    """
+    if not set(keys.data.get("architectures") or ()) & set(WRAPPERS):
+        return keys
     text_config = keys.section("text_config")
-    model_type = str(text_config.data.get("model_type") or "llama")
-    if model_type not in TEXT_FAMILIES:
-        raise keys.error(f"{wrapper} around {model_type!r} is not served; known: {', '.join(TEXT_FAMILIES)}")
     text_fields = {
         key: value for key, value in text_config.data.items() if value is not None or key == "sliding_window"
     }
     outer_fields = {
         key: keys.data[key] for key in ("dtype", "torch_dtype", "eos_token_id") if keys.data.get(key) is not None
     }
-    text_keys = keys.with_data({**DEFAULTS.get(model_type, {}), **outer_fields, **text_fields})
-    arch = TEXT_FAMILIES[model_type](text_keys)
+    defaults = DEFAULTS.get(str(text_config.data.get("model_type") or "llama"), {})
+    return keys.with_data({**defaults, **outer_fields, **text_fields})
+
+
+def read_wrapped(keys: ConfigKeys, wrapper: str) -> TargetArch:
+    """Return the language model inside `wrapper`. The result's `family` names the wrapper and the language model."""
+    model_type = str(keys.section("text_config").data.get("model_type") or "llama")
+    if model_type not in TEXT_FAMILIES:
+        raise keys.error(f"{wrapper} around {model_type!r} is not served; known: {', '.join(TEXT_FAMILIES)}")
+    arch = TEXT_FAMILIES[model_type](text_keys(keys))
     tied = keys.flag("tie_word_embeddings", arch.tied) if keys.data.get("tie_word_embeddings") else arch.tied
     return replace(
         arch, family=f"{wrapper}/{arch.family}", tied=tied, ignored_patterns=(*arch.ignored_patterns, *NON_TEXT_TENSORS)

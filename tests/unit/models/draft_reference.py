@@ -74,7 +74,11 @@ class Reference:
             raw = dequantise(raw)
             for mistral_pattern, hf_name in HF_NAMES:
                 raw = {re.sub(mistral_pattern, hf_name, name): tensor for name, tensor in raw.items()}
-        self.config: dict[str, Any] = {**outer, **outer.get("transformer_layer_config", {})}
+        self.config: dict[str, Any] = {
+            **outer,
+            **outer.get("transformer_layer_config", {}),
+            **outer.get("text_config", {}),
+        }
         self.w = {re.sub(r"^model\.", "", n): t.double() if t.is_floating_point() else t for n, t in raw.items()}
         self.target, self.conventions = target, conventions
         c = self.config

@@ -47,8 +47,11 @@ PLAIN_STEP = {
     "head": "layers.4.shared_head.output.weight",
 }
 STEP = PLAIN_STEP | {
+    "inner": "layers.4.",
+    "parts": (*NEXTN[:3], "transformer.shared_head.norm"),
+    "head": "layers.4.transformer.shared_head.output.weight",
     "window": 6,
-    "renamed": {},
+    "renamed": dict.fromkeys(("transformer.shared_head.norm.weight", "transformer.shared_head.output.weight"), ""),
     "config": {
         "num_hidden_layers": 1,
         "num_nextn_predict_layers": 0,
@@ -101,7 +104,7 @@ MTP_CASES: dict[str, Case] = {
     ),
     "step": Case(
         "MTP",
-        "Step-3.5: own head, norms of 1 + weight",
+        "Step-3.5, as `aerie train mtp` writes it: own head, norms of 1 + weight",
         lambda: write.mtp("step"),
         Mtp,
         PLAIN_STEP,
@@ -111,6 +114,15 @@ MTP_CASES: dict[str, Case] = {
         "MTP",
         "Step-3.5: more heads, a gate per head, a sliding window, limits",
         layers.step_layers,
+        layers.WindowedMtpLayer,
+        STEP,
+        {"dialect": "step-3.5", "head": "own", "chained": True},
+        source="transformers' layer, float64",
+    ),
+    "step-3.7": Case(
+        "MTP",
+        "Step-3.7: the same, in a checkpoint with a vision tower",
+        lambda: layers.step_layers(wrapped=True),
         layers.WindowedMtpLayer,
         STEP,
         {"dialect": "step-3.5", "head": "own", "chained": True},

@@ -245,25 +245,26 @@ STEP_KEYS: dict[str, Any] = {
 }
 
 
-def step_layers(count: int = 1, vocab: int = V, infix: str = "transformer.") -> str:
-    """Write MTP layers as Step-3.5 ships them: more heads, one gate per head, a sliding window, norms of 1 + weight.
-
-    `infix` is between the layer's number and the names of its decoder layer.
+def step_layers(count: int = 1, vocab: int = V, wrapped: bool = False) -> str:
+    """Write MTP layers as Step-3.5 ships them: more heads, one gate per head, a sliding window, norms of 1 + weight. If
+    `wrapped`, they are those of Step-3.7, whose config has the language model in `text_config`.
     """
     random, tensors = RandomWeights(55), Tensors()
     for i in range(count):
-        outer, name = f"model.layers.{4 + i}", f"model.layers.{4 + i}.{infix}".rstrip(".")
+        name = f"model.layers.{4 + i}"
         sizes = {"q": (6 * 12, H), "k": (2 * 12, H), "v": (2 * 12, H), "o": (H, 6 * 12), "g": (6, H)}
         tensors |= {f"{name}.self_attn.{part}_proj.weight": random.matrix(*size) for part, size in sizes.items()}
         tensors |= {f"{name}.self_attn.{part}_norm.weight": random.scale(12) for part in "qk"}
         tensors |= mlp(random, f"{name}.mlp", 2 * H)
-        tensors |= {
-            f"{name}.{norm}.weight": random.matrix(H) for norm in ("input_layernorm", "post_attention_layernorm")
-        }
-        tensors |= {f"{outer}.{norm}.weight": random.matrix(H) for norm in ("enorm", "hnorm", "shared_head.norm")}
-        tensors[f"{outer}.eh_proj.weight"] = random.matrix(H, 2 * H)
-        tensors[f"{outer}.shared_head.output.weight"] = random.matrix(vocab, H)
-    return write(tensors, base_config(**STEP_KEYS, num_nextn_predict_layers=count, vocab_size=vocab))
+        norms = ("input_layernorm", "post_attention_layernorm", "enorm", "hnorm", "transformer.shared_head.norm")
+        tensors |= {f"{name}.{norm}.weight": random.matrix(H) for norm in norms}
+        tensors[f"{name}.eh_proj.weight"] = random.matrix(H, 2 * H)
+        tensors[f"{name}.transformer.shared_head.output.weight"] = random.matrix(vocab, H)
+    config = base_config(**STEP_KEYS, num_nextn_predict_layers=count, vocab_size=vocab)
+    if wrapped:
+        tensors["vision_model.conv1.weight"] = torch.zeros(2)
+        config = {"architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7", "text_config": config}
+    return write(tensors, config)
 
 
 EXPERT_KEYS = {
