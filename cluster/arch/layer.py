@@ -162,12 +162,7 @@ def geometry_of(
     if head_dim % 2:
         raise keys.error(f"head_dim must be even for rotary embeddings, got {head_dim}")
     bias, rope = keys.flag("attention_bias"), rope_of(keys, theta, allow_partial_rotary=allow_partial_rotary)
-    rotated_dims = int(head_dim * rope.partial)
-    if rotated_dims % 2 or not rotated_dims:
-        raise keys.error(
-            f"partial_rotary_factor {rope.partial} of head_dim {head_dim} is {rotated_dims} "
-            "dimensions, which must be even and not 0"
-        )
+    check_rotated_part(keys, head_dim, rope)
     return LayerGeometry(
         hidden=hidden,
         heads=heads,
@@ -181,6 +176,20 @@ def geometry_of(
         rope=rope,
         activation=activation,
     )
+
+
+def check_rotated_part(keys: ConfigKeys, head_dim: int, rope: Rope) -> None:
+    """Raise if `rope` rotates an odd number of a head's `head_dim` dimensions, or none.
+
+    Raises:
+        ConfigError: the message gives the number.
+    """
+    rotated_dims = int(head_dim * rope.partial)
+    if rotated_dims % 2 or not rotated_dims:
+        raise keys.error(
+            f"partial_rotary_factor {rope.partial} of head_dim {head_dim} is {rotated_dims} "
+            "dimensions, which must be even and not 0"
+        )
 
 
 def sliding_layers(keys: ConfigKeys, num_layers: int, default: list[bool]) -> list[bool]:

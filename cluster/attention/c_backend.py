@@ -40,7 +40,7 @@ class AttendStruct(Structure):
 
 
 class CAttention:
-    """Attention over the KV pool of one model, by the C function of a `library`."""
+    """Attention of the layers in one KV pool, by the C function of a `library`."""
 
     def __init__(self, pool: KVPool, table: PageTable, shape: AttentionShape, library: Library) -> None:
         """Bind to a pool of float64, float32 or bfloat16, and to the page table of the rank. `shape` is the shape of

@@ -1,4 +1,4 @@
-"""The shape of the attention of one model, which the constructors of all backends take."""
+"""The shape of the attention of the layers in one KV pool, which the constructors of all backends take."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -36,7 +36,7 @@ def mask_bad_cells(q: Tensor, kv: Tensor, max_abs: float | None = None) -> tuple
 
 
 class TorchAttention:
-    """Attention over the KV pool of one model. Pool and page table are given at construction, never with a batch."""
+    """Attention of the layers in one KV pool. Pool and page table are given at construction, never with a batch."""
 
     def __init__(self, pool: KVPool, gather: Gather, shape: AttentionShape) -> None:
         """Bind to a pool. `gather` makes the attention calls from the page table of the rank; `shape` is the shape of

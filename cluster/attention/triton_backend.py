@@ -57,7 +57,7 @@ class LayerCall(NamedTuple):
 
 
 class TritonAttention:
-    """Attention over the KV pool of one model, by Triton kernels."""
+    """Attention of the layers in one KV pool, by Triton kernels."""
 
     def __init__(self, pool: KVPool, table: PageTable, shape: AttentionShape) -> None:
         """Bind to a pool and to the page table of the rank. `shape` is the shape of the model's attention."""

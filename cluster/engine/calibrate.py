@@ -92,10 +92,11 @@ def trial_steps(
         pages = cache.pages_for(length + window) + (requests - 1) * cache.pages_for(context + window)
         lockstep.step.write_zeros((min(pages, cache.total_pages) + 1) * cache.page_size)
     if lockstep.mesh.is_leader:
-        lease = cache.open(tokens, length + window)
+        lease = cache.open(tokens, length + window, most_tokens=length + window)
         assert lease is not None, "an empty cache holds a request"
         leases = [lease]
-        while len(leases) < requests and (lease := cache.open(tokens, context + window, max_cached_tokens=0)):
+        most = context + window
+        while len(leases) < requests and (lease := cache.open(tokens, most, max_cached_tokens=0, most_tokens=most)):
             leases.append(lease)
         if cache.window is not None:
             for lease in leases:

@@ -109,7 +109,7 @@ class RankModels:
         chunk_tokens = max((1 + resolved.steps_ahead) * resolved.chunk_rows, sample_tokens)
         ratio = resolved.settings.swa_full_tokens_ratio
         chunk_pages = -(-chunk_tokens // page_size)
-        return WindowNeeds(layout.reach, layout.request_pages, chunk_pages, requests, ratio, layout.written)
+        return WindowNeeds(layout.reach, layout.written, layout.request_pages, chunk_pages, requests, ratio)
 
     @property
     def window_layout(self) -> WindowLayout | None:

@@ -27,11 +27,11 @@ class WindowNeeds:
     """
 
     reach: int
+    written: int
     request_pages: int
     chunk_pages: int
     requests: int
     ratio: float | None = None
-    written: int = 0
 
     def reserved_pages(self, most_tokens: int | None, page_size: int) -> int:
         """Return how many pages a request may need that never has more than `most_tokens` tokens (None: any number)."""

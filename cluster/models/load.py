@@ -141,7 +141,7 @@ class Loader(WeightLoader):
         local_ids = range(*self.sharding.experts.span(moe.experts))
         biases: tuple[Tensor | None, Tensor | None] = (None, None)
         if moe.storage == "interleaved":
-            gates_ups, downs, *bias_tensors = self._stacked_experts(f"{prefix}.experts", g, moe, local_ids)
+            gates_ups, downs, *bias_tensors = self._interleaved_experts(f"{prefix}.experts", g, moe, local_ids)
             biases = bias_tensors[0], bias_tensors[1]
         else:
             in_shape, out_shape = (moe.intermediate, g.hidden), (g.hidden, moe.intermediate)
@@ -166,7 +166,8 @@ class Loader(WeightLoader):
 
             gates_ups, downs = self.stack(local_ids, gate_and_up), self.stack(local_ids, down)
             # Experts of other ranks are checked by their headers, so that every tensor is accounted for.
-            for expert in set() if stack_shape else set(range(moe.experts)) - set(local_ids):
+            others = () if stack_shape else sorted(set(range(moe.experts)) - set(local_ids))
+            for expert in others:
                 for part, shape in (("gate", in_shape), ("up", in_shape), ("down", out_shape)):
                     self.checkpoint.check_only(place(expert, part)[0], shape)
         take = self.precise_tensor if moe.scoring == "sigmoid" else self.tensor
@@ -195,7 +196,7 @@ class Loader(WeightLoader):
         ]
         return LocalExperts(local_ids.start, len(local_ids), torch.tensor(shard_of_expert, device=self.device))
 
-    def _stacked_experts(
+    def _interleaved_experts(
         self, prefix: str, g: LayerGeometry, moe: Moe, local_ids: range
     ) -> tuple[Stack, Stack, Tensor, Tensor | None]:
         """Return this rank's experts of gpt-oss: the gate and up matrices, the down matrices, the biases of gate and

@@ -162,9 +162,8 @@ def _print(report: Report, tensors: bool) -> None:
         if key == "kv_pools":
             print("\n".join(f"  KV pool of {pool}" for pool in value))
         elif key == "kv_request_bytes":
-            print(
-                "; ".join(f"a request of {int(tokens):,} tokens takes {size:,} bytes" for tokens, size in value.items())
-            )
+            sizes = (f"{size:,} bytes for {int(tokens):,} tokens" for tokens, size in value.items())
+            print(f"KV of a request on each rank: {', '.join(sizes)}")
         else:
             print(f"{key}: {_formatted(value)}")
     if report.here:

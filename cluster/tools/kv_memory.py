@@ -30,7 +30,7 @@ def kv_memory(
     of several layers keeps of each token; `kv_window_bytes_per_token` counts the layers in window pools. A
     request of the full context has at most `kv_window_request_tokens` tokens there. `kv_pools` describes each pool.
     `kv_request_bytes` has the bytes that a request takes in all pools, by its number of tokens. The page size and the
-    shape of the trees, of which the figures of window pools depend a little, are the defaults.
+    shape of the trees are the defaults; the figures of window pools depend on them a little.
     """
     layers, drafts = [layer for layers in runners for layer in layers], len(runners) - 1
     settings = EngineConfig.from_kwargs({"model_path": "", "speculative_algorithm": "NGRAM" if drafts else None})
@@ -42,9 +42,9 @@ def kv_memory(
         for windowed, indices in pool_layers(own_layers, [layout is not None and layout.holds(g) for g in own_layers]):
             first, token_bytes = own_layers[indices[0]], sum(cell_bytes(own_layers[i], kv_dtype) for i in indices)
             bytes_per_token[windowed] += token_bytes
-            kept = "of the last tokens" if windowed else "of all tokens"
+            kept = "keeps only the last tokens" if windowed else "keeps all tokens"
             pools.append(
-                f"{name}, layers {_ranges(indices)}: {_cell_text(first)} {kept}, {token_bytes:,} bytes a token"
+                f"{name}, layers {_ranges(indices)}: {_cell_text(first)}; {kept}; {token_bytes:,} bytes per token"
             )
     page_size, window_tokens = settings.page_size, 0 if layout is None else layout.request_pages * settings.page_size
     request_bytes = {}
@@ -68,8 +68,8 @@ def _cell_text(layer: LayerGeometry) -> str:
     if cell.is_latent:
         return f"latents of {cell.key_dim} numbers"
     if cell.key_dim == cell.value_dim:
-        return f"K and V of {cell.kv_heads} heads of {cell.key_dim} numbers"
-    return f"K and V of {cell.kv_heads} heads of {cell.key_dim} and {cell.value_dim} numbers"
+        return f"{cell.kv_heads} KV heads, K and V of {cell.key_dim} numbers"
+    return f"{cell.kv_heads} KV heads, K of {cell.key_dim} and V of {cell.value_dim} numbers"
 
 
 def _ranges(numbers: Iterable[int]) -> str:

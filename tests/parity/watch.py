@@ -45,7 +45,8 @@ class ReferenceChecker:
     def attach(self, engine: Engine, trees: bool = True) -> None:
         """Read the KV pools of this engine. With `trees`, also check every tree that it drafts."""
         engine_draft = engine._parts.lockstep.step._draft
-        self._pools = (engine._parts.lockstep.step._target.pools.all[0], engine_draft._runner.pools.all[0])
+        step = engine._parts.lockstep.step
+        self._pools = step._target.pools.other_pools[0], engine_draft._runner.pools.other_pools[0]
         if not trees:
             return
 

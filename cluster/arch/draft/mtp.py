@@ -1,4 +1,4 @@
-"""MTP layers inside a target's checkpoint: DeepSeek and GLM NextN, Step-3.5, MiMo, Qwen3-Next.
+"""MTP layers inside a target's checkpoint: DeepSeek and GLM NextN, Step-3.5, MiMo, MiMo-V2, Qwen3-Next.
 
 A layer is: x = fc([norm(embed) | norm(hidden)]) (MiMo: hidden first), then one full decoder layer, a norm, and a head.
 If a checkpoint has several MTP layers, each is a model of its own that drafts one level of the tree (SGLang #22954).
@@ -126,18 +126,21 @@ def recognise_mtp_format(shapes: Shapes) -> tuple[MtpFormat, list[int]]:
 
 def _step_format(shapes: Shapes) -> MtpFormat | None:
     """Return the format of Step-3.5's layers, or None if these are not such layers. In the published checkpoints only
-    the head and its norm are under `transformer`; our training writes the decoder layer there.
+    the head and its norm are under `transformer`; our training writes the decoder layer there. Some tools rename the
+    head to DeepSeek's `shared_head.head`; then only the gate of the attention's output (`g_proj`) tells the format.
     """
 
     def has_any(pattern: str) -> bool:
         return any(re.match(rf"layers\.\d+\.{pattern}", name) for name in shapes)
 
     is_layer_nested = has_any(r"transformer\.(?!shared_head\.)")
-    if not is_layer_nested and not has_any(r"(transformer\.)?shared_head\.output\."):
+    has_output = has_any(r"(transformer\.)?shared_head\.output\.")
+    if not (is_layer_nested or has_output or has_any(r"self_attn\.g_proj\.")):
         return None
     head = "transformer.shared_head." if has_any(r"transformer\.shared_head\.") else "shared_head."
     layer_prefix = STEP.layer_prefix if is_layer_nested else STEP.prefix
-    return replace(STEP, layer_prefix=layer_prefix, norm=f"{head}norm.", head=f"{head}output.")
+    part = "output" if has_output else "head"
+    return replace(STEP, layer_prefix=layer_prefix, norm=f"{head}norm.", head=f"{head}{part}.")
 
 
 def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, facts: FactResolver) -> DraftSpec:
@@ -157,7 +160,13 @@ def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, 
         raise ConfigError(
             f"draft {folder!r}: num_nextn_predict_layers is {configured_count} but it holds MTP layers {layer_numbers}"
         )
-    geometry = _layer_geometry(folder, keys, shapes, mtp_format, layer_numbers[0])
+    geometry, *others = (_layer_geometry(folder, keys, shapes, mtp_format, number) for number in layer_numbers)
+    for number, other in zip(layer_numbers[1:], others, strict=True):
+        if other != geometry:
+            raise ConfigError(
+                f"draft {folder!r}: MTP layers {layer_numbers[0]} and {number} differ, which is not served: their "
+                "attention, experts and limits must be equal"
+            )
     if mtp_format.unit_offset:
         geometry = replace(geometry, unit_offset=True)
     check_same_width(folder, geometry.hidden, target)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cluster.arch.families.deepseek import NAMES, read_grouped_moe
 from cluster.arch.keys import ConfigKeys
-from cluster.arch.layer import LayerGeometry, geometry_of, sliding_layers
+from cluster.arch.layer import LayerGeometry, check_rotated_part, geometry_of, sliding_layers
 from cluster.arch.rope import Rope, rope_of, scaling_of
 from cluster.arch.target import TargetArch, target_of
 
@@ -23,6 +23,8 @@ DEFAULTS = {
 """The values of these keys if a config leaves them out."""
 PARTIAL_ROTARY_FACTOR = 0.334
 VALUE_SCALE = 0.707
+THETAS = {"full_attention": 5e6, "sliding_attention": 1e4}
+"""The base of each layer type's rope if a config leaves it out."""
 SINK_NAMES = ((r"\.self_attn\.sinks$", ".self_attn.attention_sink_bias"),)
 
 
@@ -58,7 +60,7 @@ def mimo_v2_layers(config: ConfigKeys) -> tuple[LayerGeometry, LayerGeometry]:
     full = replace(
         geometry_of(_without(keys, "rope_parameters", "rope_scaling", "partial_rotary_factor")),
         out_bias=False,
-        rope=_rope(keys, "full_attention", keys.number("rope_theta", 5e6)),
+        rope=_rope(keys, "full_attention"),
         v_head_dim=keys.integer("v_head_dim"),
         value_scale=keys.number("attention_value_scale", VALUE_SCALE) if has_value_scale else 1.0,
         sinks=keys.flag("add_full_attention_sink_bias"),
@@ -71,14 +73,18 @@ def mimo_v2_layers(config: ConfigKeys) -> tuple[LayerGeometry, LayerGeometry]:
         kv_heads=keys.integer("swa_num_key_value_heads", 2 * full.kv_heads),
         head_dim=keys.integer("swa_head_dim", full.head_dim),
         v_head_dim=keys.integer("swa_v_head_dim", full.value_dim),
-        rope=_rope(keys, "sliding_attention", keys.number("swa_rope_theta", 1e4)),
+        rope=_rope(keys, "sliding_attention"),
         sliding_window=keys.integer("sliding_window", 129)
         if before is None
         else keys.integer("sliding_window_size") + 1,
         sinks=keys.flag("add_swa_attention_sink_bias", True),
     )
     if sliding.heads % sliding.kv_heads:
-        raise keys.error(f"swa_num_key_value_heads {sliding.kv_heads} must divide {sliding.heads} heads")
+        raise keys.error(
+            f"swa_num_key_value_heads {sliding.kv_heads} must divide swa_num_attention_heads {sliding.heads}"
+        )
+    for layer in (full, sliding):
+        check_rotated_part(keys, layer.head_dim, layer.rope)
     return full, sliding
 
 
@@ -109,12 +115,17 @@ def _refuse_unserved(keys: ConfigKeys) -> None:
         raise keys.error(f"rope_scaling {scaling_of(keys).data} is not served for MiMo-V2; set it to null")
 
 
-def _rope(keys: ConfigKeys, layer_type: str, theta: float) -> Rope:
-    """Return the rope of a layer type: from `rope_parameters` if it lists the type, else unscaled with base `theta`."""
+def _rope(keys: ConfigKeys, layer_type: str) -> Rope:
+    """Return the rope of a layer type. `rope_parameters` may list the types. Otherwise the base of sliding attention is
+    `swa_rope_theta`, and all other values are for both types.
+    """
+    rope_keys = keys.with_defaults({"partial_rotary_factor": PARTIAL_ROTARY_FACTOR})
     if layer_type in keys.section("rope_parameters").data:
-        rope_keys = keys.with_defaults({"partial_rotary_factor": PARTIAL_ROTARY_FACTOR})
-        return rope_of(rope_keys, theta, layer_type, allow_partial_rotary=True)
-    return Rope(theta, partial=keys.number("partial_rotary_factor", PARTIAL_ROTARY_FACTOR))
+        return rope_of(rope_keys, THETAS[layer_type], layer_type, allow_partial_rotary=True)
+    full = rope_of(rope_keys, THETAS["full_attention"], allow_partial_rotary=True)
+    if layer_type == "full_attention":
+        return full
+    return replace(full, theta=keys.number("swa_rope_theta", THETAS[layer_type]))
 
 
 def _layers_with_experts(keys: ConfigKeys, num_layers: int) -> list[bool]:

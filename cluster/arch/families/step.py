@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.arch.keys import ConfigKeys
-from cluster.arch.layer import LayerGeometry, Moe, geometry_of, sliding_layers
+from cluster.arch.layer import LayerGeometry, Moe, check_rotated_part, geometry_of
 from cluster.arch.rope import Rope, rope_of
 from cluster.arch.target import TargetArch, target_of
 
@@ -58,19 +58,19 @@ def step3p5(keys: ConfigKeys) -> TargetArch:
 def step3p5_layer(config: ConfigKeys, index: int, has_experts: bool | None = None) -> LayerGeometry:
     """Return the geometry of layer `index`, which may be an MTP layer. `has_experts` None: as the config says."""
     keys = _usual_names(config)
-    types = keys.data.get("layer_types")
-    slides = types is not None and sliding_layers(keys, len(types), [])[index]
-    layer_type = "sliding_attention" if slides else "full_attention"
+    layer_type = _layer_type(keys, "layer_types", ("full_attention", "sliding_attention"), index) or "full_attention"
+    rope = _rope(keys, index, layer_type)
+    check_rotated_part(keys, keys.integer("head_dim"), rope)
     layer = replace(
         geometry_of(_without_rope(keys)),
-        rope=_rope(keys, index, layer_type),
+        rope=rope,
         scale=keys.number("query_pre_attn_scalar", keys.integer("head_dim")) ** -0.5,
         qk_norm=True,
         unit_offset=True,
         head_gate=True,
         limit=_limit(keys, "swiglu_limits_shared", index),
     )
-    if slides:
+    if layer_type == "sliding_attention":
         layer = replace(layer, heads=_sliding_heads(keys), sliding_window=keys.integer("sliding_window", 512))
     if not (_has_experts(keys, index) if has_experts is None else has_experts):
         return layer
@@ -95,7 +95,7 @@ def _usual_names(keys: ConfigKeys) -> ConfigKeys:
 
 
 def _without_rope(keys: ConfigKeys) -> ConfigKeys:
-    names = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factors")
+    names = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "partial_rotary_factors")
     return keys.with_data({name: value for name, value in keys.data.items() if name not in names})
 
 
@@ -126,9 +126,9 @@ def _sliding_heads(keys: ConfigKeys) -> int:
 
 def _has_experts(keys: ConfigKeys, index: int) -> bool:
     """Return whether a layer has experts, by `mlp_layer_types`, or by `moe_layers_enum`, such as "3,4,5"."""
-    types = keys.data.get("mlp_layer_types")
-    if types is not None:
-        return bool(_entry(keys, "mlp_layer_types", types, index) == "sparse")
+    layer_type = _layer_type(keys, "mlp_layer_types", ("dense", "sparse"), index)
+    if layer_type is not None:
+        return layer_type == "sparse"
     listed = keys.data.get("moe_layers_enum")
     if listed is None:
         return index >= FIRST_SPARSE_LAYER
@@ -145,7 +145,25 @@ def _limit(keys: ConfigKeys, name: str, index: int) -> float | None:
     limits = keys.data.get(name)
     if limits is None or (isinstance(limits, list) and len(limits) == keys.integer("num_hidden_layers") <= index):
         return None
-    return _entry(keys, name, limits, index) or None
+    limit = _entry(keys, name, limits, index)
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or limit < 0):
+        raise keys.error(f"{name} must list numbers from 0, or null for no limit, got {limit!r} for layer {index}")
+    return float(limit) if limit else None
+
+
+def _layer_type(keys: ConfigKeys, name: str, known_types: Sequence[str], index: int) -> str | None:
+    """Return the type of a layer in the list `name`; None if the config has no such list. The types of MTP layers are
+    the last entries of this list (published configs), or have a list of their own, `mtp_{name}` (`transformers`).
+    """
+    types, mtp_types, num_layers = keys.data.get(name), keys.data.get(f"mtp_{name}"), keys.integer("num_hidden_layers")
+    if types is None:
+        return None
+    if isinstance(types, list) and len(types) == num_layers and isinstance(mtp_types, list):
+        types = [*types, *mtp_types]
+    layer_type = _entry(keys, name, types, index)
+    if layer_type not in known_types:
+        raise keys.error(f"{name} must list {' or '.join(known_types)}, got {layer_type!r} for layer {index}")
+    return str(layer_type)
 
 
 def _entry(keys: ConfigKeys, name: str, values: Sequence[Any], index: int) -> Any:

@@ -59,8 +59,8 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> NamedShapes:
 
 def _attention(prefix: str, g: LayerGeometry) -> NamedShapes:
     sizes = ("q", g.heads * g.head_dim), ("k", g.kv_heads * g.head_dim), ("v", g.kv_heads * g.value_dim)
-    for part, columns in sizes:
-        yield from _linear(f"{prefix}.{part}_proj", columns, g.hidden, g.attention_bias)
+    for part, rows in sizes:
+        yield from _linear(f"{prefix}.{part}_proj", rows, g.hidden, g.attention_bias)
     yield from _linear(f"{prefix}.o_proj", g.hidden, g.heads * g.value_dim, g.out_bias)
     if g.head_gate:
         yield f"{prefix}.g_proj.weight", (g.heads, g.hidden)

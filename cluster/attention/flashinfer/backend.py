@@ -23,7 +23,7 @@ from cluster.kv.pool import KVPool
 
 
 class FlashInferAttention(TritonAttention):
-    """Attention over the KV pool of one model. Triton attends alone in three cases: in layers that `shares` exclude, in
+    """Attention of the layers in one KV pool. Triton attends alone in three cases: in layers that `shares` exclude, in
     forwards with a limit `first` (those of the later models of a multi-layer draft), and where `RunnerPlans` has no
     plan.
     """

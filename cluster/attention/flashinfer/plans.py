@@ -1,4 +1,5 @@
-"""The FlashInfer plans of one model. Before a step runs, the host plans the kinds of forward that the last step made.
+"""The FlashInfer plans of the layers in one KV pool. Before a step runs, the host plans the kinds of forward that the
+last step made.
 
 FlashInfer's fa3 kernels, and all its kernels for latents, take lengths from the plan, not from the device. So a plan
 must not hold an upper bound of a length. For a tree it holds the number of tokens that are certainly committed
@@ -61,8 +62,9 @@ class WrapperPlan:
 
 
 class RunnerPlans:
-    """The plans of one model. Two sets of wrappers alternate from step to step, because a wrapper copies its plan to
-    the device asynchronously: its next plan would overwrite the host memory of a copy that is still under way.
+    """The plans of the layers in one KV pool. Two sets of wrappers alternate from step to step, because a wrapper
+    copies its plan to the device asynchronously: its next plan would overwrite the host memory of a copy that is still
+    under way.
     """
 
     def __init__(self, reader: CellReader, table: PageTable) -> None:

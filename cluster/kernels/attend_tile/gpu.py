@@ -26,14 +26,14 @@ def load_cells(
     COUNT: tl.constexpr,
     CELL_SIZE: tl.constexpr,
     SECOND_SCALE_FROM: tl.constexpr,
-    KEY_SCALES: tl.constexpr,
+    SCALES: tl.constexpr,
     DTYPE: tl.constexpr,
     UNMASKED: tl.constexpr,
 ):
     """Return numbers `FIRST` to `FIRST + COUNT - 1` of the cells that begin at offsets `cells`, as `[cells, COUNT]`.
 
     A cell has `CELL_SIZE` numbers; beyond these the result is 0. If `UNMASKED`, all cells are read. If not, cells that
-    the mask `cell_mask` excludes give 0. If `KEY_SCALES` is 0, numbers are returned as stored. If it is 1 or 2, they
+    the mask `cell_mask` excludes give 0. If `SCALES` is 0, numbers are returned as stored. If it is 1 or 2, they
     are FP8 codes, decoded to dtype `DTYPE`: with 1, all use the scale at `scales + cells`; with 2, numbers from
     `SECOND_SCALE_FROM` on use the next scale.
     """
@@ -45,9 +45,9 @@ def load_cells(
         numbers = tl.load(pointers, mask=(offsets < CELL_SIZE)[None, :], other=0)
     else:
         numbers = tl.load(pointers, mask=cell_mask[:, None] & (offsets < CELL_SIZE)[None, :], other=0)
-    if KEY_SCALES > 0:
+    if SCALES > 0:
         scale = power_of_two(tl.load(scales + cells, mask=cell_mask, other=0))[:, None]
-        if KEY_SCALES == 2:
+        if SCALES == 2:
             second_scale = power_of_two(tl.load(scales + cells + 1, mask=cell_mask, other=0))[:, None]
             scale = tl.where((offsets < SECOND_SCALE_FROM)[None, :], scale, second_scale)
         numbers = (numbers.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale).to(DTYPE)

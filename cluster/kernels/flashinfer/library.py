@@ -79,14 +79,24 @@ class FlashInfer:
         """Yield texts that say which attention of a runner's `layers` is left to Triton. A forward of the runner has at
         most `most_rows` rows.
         """
-        shares, heads = [self.share(layer) for layer in layers], layers[0].heads
+        shares = [self.share(layer) for layer in layers]
         for share in dict.fromkeys(share for share in shares if share.reason):
-            layer_numbers = ", ".join(str(layer_number) for layer_number, other in enumerate(shares) if other == share)
             forwards = "prompts" if share.trees else "trees" if share.texts else "all"
-            yield f"layers {layer_numbers}: {forwards} by Triton: {share.reason}"
-        limit = MAX_LINES if layers[0].latent is None else MAX_LATENT_LINES
-        if most_rows * heads > limit and any(share.trees or share.texts for share in shares):
-            yield f"forwards of more than {limit // heads} rows: all by Triton: a plan has no room for more"
+            yield f"layers {_indices(shares, share)}: {forwards} by Triton: {share.reason}"
+        most = [
+            (MAX_LINES if layer.latent is None else MAX_LATENT_LINES) // layer.heads
+            if share.trees or share.texts
+            else most_rows
+            for layer, share in zip(layers, shares, strict=True)
+        ]
+        for rows in sorted({rows for rows in most if rows < most_rows}):
+            numbers = "" if len(set(most)) == 1 else f"layers {_indices(most, rows)}: "
+            yield f"{numbers}forwards of more than {rows} rows: all by Triton: a plan has no room for more"
+
+
+def _indices(values: Sequence[Any], value: Any) -> str:
+    """Return the indices of `value` in `values` as text."""
+    return ", ".join(str(index) for index, other in enumerate(values) if other == value)
 
 
 def find(device: torch.device, dtype: torch.dtype) -> FlashInfer | str:

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,20 +9,16 @@ from safetensors.torch import save_file
 
 from cluster.arch import read_target
 from cluster.arch.draft.widths import count_layers, draft_geometry
-from cluster.arch.keys import ConfigKeys
 from cluster.arch.rope import Rope, mscale, rope_of
 from cluster.arch.target import read_eos_token_ids
 from cluster.config import ConfigError
+from tests.support.config_keys import config_keys
 from tests.support.families import family_checkpoint
 from tests.support.family_cases import rope
 from tests.support.loading import check_target
 from tests.unit.models.checkpoints import copy_of
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-
-
-def config_keys(**data: Any) -> ConfigKeys:
-    return ConfigKeys(data, "folder")
 
 
 def test_attn_factor_multiplies_the_yarn_attention_factor() -> None:

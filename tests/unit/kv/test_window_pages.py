@@ -18,7 +18,7 @@ REACH, WRITTEN = 7, 6
 
 def window_cache(pages: int, page_size: int, window_pages: int, rows: int = 4, radix: bool = True) -> KVCache:
     request_pages = -(-(REACH + WRITTEN) // page_size) + 2
-    needs = WindowNeeds(REACH, request_pages, 0, rows, written=WRITTEN)
+    needs = WindowNeeds(REACH, WRITTEN, request_pages, 0, rows)
     window_map = WindowMap(pages, page_size, CPU)
     table = PageTable(rows, 64, page_size, CPU, window_map)
     return KVCache(pages, table, radix, WindowPages(needs, window_pages, window_map))
@@ -107,8 +107,8 @@ def test_no_request_is_admitted_whose_window_pages_could_run_out() -> None:
     for lease, token in zip(leases, range(2), strict=True):
         run_prompt(cache, lease, [token] * 30)
     assert cache.open([9] * 5, 5, most_tokens=6) is None, "6 tokens, and 6 that steps write, need 3 pages"
-    short = WindowNeeds(REACH, 6, 0, 4)
-    assert short.reserved_pages(6, 4) == 2 and short.reserved_pages(60, 4) == 6
+    short = WindowNeeds(REACH, WRITTEN, 6, 0, 4)
+    assert short.reserved_pages(6, 4) == 3 and short.reserved_pages(60, 4) == 6
     cache.close(leases[0], [0] * 30, 30)
     first = cache.open([9] * 5, 5, most_tokens=6)
     assert first is not None and first.span.reserved == 3
@@ -205,7 +205,7 @@ def test_window_map_sends_the_last_write_of_each_page() -> None:
 
 @pytest.mark.parametrize("ratio", [None, 0.25])
 def test_pools_take_no_more_bytes_than_allowed_and_one_more_page_would(ratio: float | None) -> None:
-    needs = WindowNeeds(143, 12, 32, 64, ratio)
+    needs = WindowNeeds(143, 16, 12, 32, 64, ratio)
     sizes = PoolSizes(16, 1000, 3000, needs)
     for size in (0, 10**6, 10**7, 10**8, 10**9, 10**10):
         tokens = sizes.tokens_in(size)
@@ -215,9 +215,9 @@ def test_pools_take_no_more_bytes_than_allowed_and_one_more_page_would(ratio: fl
 
 
 def test_window_pages_are_enough_for_expected_requests_and_never_more_than_pages() -> None:
-    needs = WindowNeeds(143, 12, 32, 64)
+    needs = WindowNeeds(143, 16, 12, 32, 64)
     assert needs.pages(10, 16) == 10 and needs.pages(100, 16) == 50 + 32
     many = needs.pages(100_000, 16)
     assert many == 2 * 64 * 12 + 32, "two windows for each request that may run"
-    few = WindowNeeds(1039, 70, 32, 64)
+    few = WindowNeeds(1039, 16, 70, 32, 64)
     assert few.pages(8192, 16) >= 8192 * 16 / EXPECTED_TOKENS * 70, "as many requests of the expected length as fit"

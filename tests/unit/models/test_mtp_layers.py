@@ -18,9 +18,11 @@ from tests.support.loading import check_draft, context, load_draft, load_target
 from tests.support.tiny_checkpoints import target_folder
 from tests.unit.models.draft_cases import CASES
 from tests.unit.models.draft_folders import mtp, rewrite_draft
-from tests.unit.models.mtp_layers import qwen_next
+from tests.unit.models.mtp_layers import qwen_next, step_layers
 from tests.unit.models.sharded import SummingExchange, run_on_shards
 from tests.unit.models.test_drafts import TEXT, CausalAttention
+
+STEP_TYPES = ["sliding_attention", "full_attention"]
 
 
 def run_on_ranks(name: str, size: int) -> list[tuple[Tensor, Tensor]]:
@@ -61,6 +63,12 @@ def test_mtp_layers_on_two_ranks_equal_one_rank(name: str) -> None:
             lambda: rewrite_draft(mtp("mimo"), {r"\.mlp\.": ".mlp.experts.0."}, dict),
             "mimo layers with experts are not served",
         ),
+        (
+            lambda: rewrite_draft(
+                step_layers(2), {}, lambda config: config | {"layer_types": ["full_attention"] * 4 + STEP_TYPES}
+            ),
+            "MTP layers 4 and 5 differ, which is not served",
+        ),
     ],
 )
 def test_invalid_mtp_drafts_are_refused_by_name(write_draft: Callable[[], str], message: str) -> None:
@@ -68,3 +76,11 @@ def test_invalid_mtp_drafts_are_refused_by_name(write_draft: Callable[[], str], 
     with pytest.raises(ConfigError, match=message) as caught:
         check_draft(draft_path, read_target(target_folder()))
     assert draft_path in str(caught.value)
+
+
+def test_step_layers_with_deepseek_names_of_the_head_stay_step_layers() -> None:
+    """Some tools rename the head and its norm. The gate of the attention's output tells the format."""
+    names = {r"transformer\.shared_head\.output": "shared_head.head", r"transformer\.shared_head": "shared_head"}
+    target = read_target(target_folder())
+    published, renamed = (check_draft(f, target) for f in (step_layers(), rewrite_draft(step_layers(), names, dict)))
+    assert (published.dialect, published.layers) == (renamed.dialect, renamed.layers)

@@ -66,7 +66,7 @@ def needs_of(layers: tuple[LayerGeometry, ...], requests: int) -> WindowNeeds:
     settings = ResolvedSettings.from_settings(EngineConfig.from_kwargs({"model_path": ""}))
     layout = window_layout(layers, settings, CONTEXT, 0, 0)
     assert layout is not None
-    return WindowNeeds(layout.reach, layout.request_pages, CHUNK // 16, requests)
+    return WindowNeeds(layout.reach, layout.written, layout.request_pages, CHUNK // 16, requests)
 
 
 def allocated_bytes(layers: tuple[LayerGeometry, ...], token_bytes: int, window_bytes: int) -> int:
@@ -93,7 +93,7 @@ def test_memory_of_a_long_request_is_what_inspect_says_and_the_layers_imply(name
     assert allocated == pytest.approx(request_bytes, rel=0.05)
     assert implied_bytes(layers, windows=True) == pytest.approx(request_bytes, rel=0.05)
     assert implied_bytes(layers, windows=False) > 1.9 * request_bytes
-    assert len(told["kv_pools"]) == 2 and "of the last tokens" in "".join(told["kv_pools"])
+    assert len(told["kv_pools"]) == 2 and "keeps only the last tokens" in "".join(told["kv_pools"])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
