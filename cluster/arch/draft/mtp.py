@@ -134,12 +134,11 @@ def _step_format(shapes: Shapes) -> MtpFormat | None:
         return any(re.match(rf"layers\.\d+\.{pattern}", name) for name in shapes)
 
     is_layer_nested = has_any(r"transformer\.(?!shared_head\.)")
-    has_output = has_any(r"(transformer\.)?shared_head\.output\.")
-    if not (is_layer_nested or has_output or has_any(r"self_attn\.g_proj\.")):
+    if not (is_layer_nested or has_any(r"(transformer\.)?shared_head\.output\.") or has_any(r"self_attn\.g_proj\.")):
         return None
     head = "transformer.shared_head." if has_any(r"transformer\.shared_head\.") else "shared_head."
     layer_prefix = STEP.layer_prefix if is_layer_nested else STEP.prefix
-    part = "output" if has_output else "head"
+    part = "head" if has_any(r"(transformer\.)?shared_head\.head\.") else "output"
     return replace(STEP, layer_prefix=layer_prefix, norm=f"{head}norm.", head=f"{head}{part}.")
 
 
