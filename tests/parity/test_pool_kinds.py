@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.config import EngineConfig
+from cluster.config.resolved import ResolvedSettings
 from cluster.config.tree_shape import tree_shape
 from cluster.engine import build_engine
 from cluster.request import Request
@@ -84,8 +85,11 @@ def test_no_kind_of_pool_changes_a_token(
     own_requests = requests()[:batch]
     engine_config = config(kind, topk, levels, page_size, prefix)
     if memory == "scarce":
-        # With fewer window pages fewer requests would run at once, and none would be retracted.
-        engine_config = scarce(engine_config.model_copy(update={"swa_full_tokens_ratio": 0.95}), own_requests)
+        # With fewer window pages, or without room for a second tree, fewer requests would run at once, and none would
+        # be retracted.
+        engine_config = engine_config.model_copy(update={"swa_full_tokens_ratio": 0.95})
+        tree_pages = ResolvedSettings.from_settings(engine_config).shape.window // page_size
+        engine_config = scarce(engine_config, own_requests, 1 + tree_pages)
     engine = build_engine(engine_config)
     correct(engine, texts_of(own_requests, oracle(kind)), 0.7)
     for turn in range(2 if prefix == "hit" else 1):
