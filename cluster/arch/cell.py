@@ -32,8 +32,9 @@ class Cell:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The shape of a cell's numbers: `[2 (k and v), nkv, d]`; `[1, 1, d]` of a latent; or, if keys and values have
-        different widths, all numbers in one dimension, `[1, 1, numbers]`.
+        """The shape of a cell's numbers. A latent has the shape `[1, 1, d]`. Keys and values of the same width have
+        `[2, nkv, d]`: the first index is 0 for keys and 1 for values. Keys and values of different widths have
+        `[1, 1, numbers]`, with all keys before all values.
         """
         if not self.is_latent and self.key_dim == self.value_dim:
             return 2, self.kv_heads, self.key_dim

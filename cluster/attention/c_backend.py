@@ -90,7 +90,9 @@ class CAttention:
         self._step_arguments = arguments
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Write kv `[T, *Cell.shape]` to the pool, then attend q `[T, nh, d]` -> `[T, nh * dv]`."""
+        """Write kv `[T, *Cell.shape]` to the pool. Then compute the attention of the queries q `[T, nh, d]`, and return
+        the result `[T, nh * dv]`.
+        """
         q, kv = checked_cells(q, kv, self._pool)
         out = q.new_empty(q.shape[0], self._heads * self._value_dim)
         arguments = AttendStruct.from_buffer_copy(self._step_arguments)  # a recorded call keeps its own struct

@@ -62,7 +62,9 @@ class TorchAttention:
         native(self._bind, metadata)
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Write kv `[T, *Cell.shape]` to the pool, then attend q `[T, nh, d]` -> `[T, nh * dv]`."""
+        """Write kv `[T, *Cell.shape]` to the pool. Then compute the attention of the queries q `[T, nh, d]`, and return
+        the result `[T, nh * dv]`.
+        """
         return opaque(self._attend_all, layer, q, kv, sinks)
 
     def _bind(self, metadata: AttentionMetadata) -> None:

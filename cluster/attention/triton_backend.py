@@ -103,7 +103,9 @@ class TritonAttention:
         self._write_slots = self._pool.own_slots(metadata.write).contiguous()
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Write kv `[T, *Cell.shape]` to the pool, then attend q `[T, nh, d]` -> `[T, nh * dv]`."""
+        """Write kv `[T, *Cell.shape]` to the pool. Then compute the attention of the queries q `[T, nh, d]`, and return
+        the result `[T, nh * dv]`.
+        """
         metadata, write_slots, num_rows = self._metadata, self._write_slots, q.shape[0]
         assert metadata is not None and write_slots is not None, "bound before it is called"
         (q, kv), memory = checked_cells(q, kv, self._pool), self._pool.kv[layer]

@@ -1,6 +1,8 @@
 """Attention blocks: grouped-query attention with packed projections, and latent attention (MLA) in its absorbed form.
 
-Shape legend: T rows, H hidden, nh query heads, nkv kv heads, d head_dim, dv width of a value.
+Shape legend: T rows, H width of hidden states, nh query heads, nkv KV heads, d width of a query or key head, dv width
+of a value head.
+
 A block reads and writes the KV cache only through an `Attend`, and reaches other ranks only through a `TokenExchange`.
 """
 

@@ -101,8 +101,9 @@ def write_mimo_v2(folder: Path, config: Any) -> None:
 
 
 def write_step(folder: Path, config: Any) -> None:
-    """Turn a Step-3.7 checkpoint into one of Step-3.5: its language model alone, with the config keys of the published
-    one, whose lists have an entry for an MTP layer behind those of the layers, and a tensor of that layer.
+    """Turn a Step-3.7 checkpoint in `folder` into a Step-3.5 checkpoint. It keeps only the language model, and gets the
+    config keys of the published Step-3.5. As there, a tensor of an MTP layer is added, and the last entry of each list
+    of layers is for that MTP layer.
     """
     stored = load_file(folder / "model.safetensors")
     tensors = {name: tensor for name, tensor in stored.items() if not name.startswith("vi")}

@@ -89,7 +89,9 @@ def mimo_v2_layers(config: ConfigKeys) -> tuple[LayerGeometry, LayerGeometry]:
 
 
 def _full_keys(keys: ConfigKeys) -> ConfigKeys:
-    """Return the keys with `DEFAULTS` for missing ones. `layernorm_epsilon` is also `rms_norm_eps`, its usual name."""
+    """Return the keys, completed with `DEFAULTS`. The published key `layernorm_epsilon` is copied to `rms_norm_eps`,
+    the name that other models use.
+    """
     eps = keys.data.get("layernorm_epsilon")
     return keys.with_defaults(DEFAULTS | ({} if eps is None else {"rms_norm_eps": eps}))
 
@@ -139,7 +141,9 @@ def _layers_with_experts(keys: ConfigKeys, num_layers: int) -> list[bool]:
 
 
 def _flags_of_layers(keys: ConfigKeys, key: str, default: list[bool]) -> list[bool]:
-    """Return for each layer whether the list under `key` has 1, not 0."""
+    """Return a bool for each layer: True if the layer's entry in the list `key` is 1, False if it is 0. If the config
+    has no such list, return `default`.
+    """
     flags = keys.integers(key)
     if flags is None:
         return default

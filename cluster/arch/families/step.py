@@ -152,8 +152,9 @@ def _limit(keys: ConfigKeys, name: str, index: int) -> float | None:
 
 
 def _layer_type(keys: ConfigKeys, name: str, known_types: Sequence[str], index: int) -> str | None:
-    """Return the type of a layer in the list `name`; None if the config has no such list. The types of MTP layers are
-    the last entries of this list (published configs), or have a list of their own, `mtp_{name}` (`transformers`).
+    """Return the type of layer `index`, as the config's list `name` gives it, or None if the config has no such list.
+    Published configs append the types of MTP layers to this list. `transformers` writes them to a second list,
+    `mtp_{name}`.
     """
     types, mtp_types, num_layers = keys.data.get(name), keys.data.get(f"mtp_{name}"), keys.integer("num_hidden_layers")
     if types is None:

@@ -47,8 +47,8 @@ NON_TEXT_TENSORS = (r"^(vision_tower|vision_model|multi_modal_projector|mm_proje
 
 
 def text_keys(keys: ConfigKeys) -> ConfigKeys:
-    """Return the config of the language model inside a wrapper, with defaults for what published configs leave out. The
-    config of any other model is returned as it is.
+    """If the config is that of a multimodal model (`WRAPPERS`), return the config of the language model inside it, with
+    default values for keys that published configs leave out. Otherwise return the config unchanged.
     """
     if not set(keys.data.get("architectures") or ()) & set(WRAPPERS):
         return keys

@@ -1,4 +1,6 @@
-"""The configs of Step-3.5 and MiMo-V2: lists with an entry for each layer, rope by layer type, and what is refused."""
+"""Reading the configs of Step-3.5 and MiMo-V2: lists with an entry for each layer, the rope of each layer type, and
+values that are refused.
+"""
 
 from typing import Any
 

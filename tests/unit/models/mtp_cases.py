@@ -1,5 +1,7 @@
 """The registry of MTP dialects under test, and of lists of MTP layers; `draft_cases` has the other drafts."""
 
+from dataclasses import replace
+
 from tests.unit.models import draft_folders as write
 from tests.unit.models import mtp_layers as layers
 from tests.unit.models.draft_case import Case, DraftRow
@@ -65,6 +67,16 @@ STEP = PLAIN_STEP | {
     },
 }
 
+STEP_CASE = Case(
+    "MTP",
+    "Step-3.5: more heads, a gate per head, a sliding window, limits",
+    layers.step_layers,
+    layers.WindowedMtpLayer,
+    STEP,
+    {"dialect": "step-3.5", "head": "own", "chained": True},
+    source="transformers' layer, float64",
+)
+
 MTP_CASES: dict[str, Case] = {
     "mimo": Case(
         "MTP",
@@ -110,23 +122,11 @@ MTP_CASES: dict[str, Case] = {
         PLAIN_STEP,
         {"dialect": "step-3.5", "head": "own", "chained": True},
     ),
-    "step-3.5": Case(
-        "MTP",
-        "Step-3.5: more heads, a gate per head, a sliding window, limits",
-        layers.step_layers,
-        layers.WindowedMtpLayer,
-        STEP,
-        {"dialect": "step-3.5", "head": "own", "chained": True},
-        source="transformers' layer, float64",
-    ),
-    "step-3.7": Case(
-        "MTP",
-        "Step-3.7: the same, in a checkpoint with a vision tower",
-        lambda: layers.step_layers(wrapped=True),
-        layers.WindowedMtpLayer,
-        STEP,
-        {"dialect": "step-3.5", "head": "own", "chained": True},
-        source="transformers' layer, float64",
+    "step-3.5": STEP_CASE,
+    "step-3.7": replace(
+        STEP_CASE,
+        description="Step-3.7: the same, in a checkpoint with a vision tower",
+        folder=lambda: layers.step_layers(wrapped=True),
     ),
     "nextn-experts": Case(
         "MTP",

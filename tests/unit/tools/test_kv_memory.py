@@ -44,7 +44,9 @@ CONFIGS = {
     "MiMo-V2-Flash": (mimo_v2, {"hidden_size": 4096, "num_hidden_layers": 48, "num_attention_heads": 64}),
 }
 MORE_REQUESTS = {"gpt-oss-20b": 15, "Gemma-3-4B": 44, "MiMo-V2-Flash": 71}
-"""How many requests fit where 8 fit without window pools."""
+"""By model: how many requests of `CONTEXT` tokens fit in the memory in which 8 requests fit if there are no window
+pools.
+"""
 KV_HEADS = {"MiMo-V2-Flash": {"num_key_value_heads": 4, "sliding_window_size": 128}}
 
 
