@@ -59,9 +59,7 @@ class TreeCosts:
     rests.
 
     Each of these requests had `context` committed tokens. Each further token of a request adds `token_ns[tier]`
-    nanoseconds, and each token less saves `short_token_ns[tier]` (if empty: `token_ns[tier]`). Layers with windows are
-    one reason why these differ: a token behind the window costs them nothing. If both are empty, times do not depend on
-    the context.
+    nanoseconds. If `token_ns` is empty, times do not depend on the context.
     """
 
     counts: tuple[int, ...]
@@ -69,7 +67,6 @@ class TreeCosts:
     wake_us: tuple[int, ...] = ()
     context: int = 0
     token_ns: tuple[int, ...] = ()
-    short_token_ns: tuple[int, ...] = ()
     _cache: dict[int, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, decodes: int, context: int = 0) -> list[float]:
@@ -87,11 +84,10 @@ class TreeCosts:
 
     def _of_context(self, us: float, tier: int, decodes: int, context: int) -> float:
         """Return the time of a step that takes `us` with requests as long as in the measured steps."""
-        per_token_ns = self.short_token_ns if context < self.context and self.short_token_ns else self.token_ns
-        if not per_token_ns or not context:
+        if not self.token_ns or not context:
             return us
         more = decodes * (context - self.context) / 1000
-        return max(us * LEAST_SHARE, us + more * per_token_ns[tier])
+        return max(us * LEAST_SHARE, us + more * self.token_ns[tier])
 
     def _of_measured_context(self, decodes: int) -> list[float]:
         """Return the time of a step by tier, with requests as long as in the measured steps."""

@@ -12,16 +12,14 @@ from cluster.engine.tree_extrapolation import all_times
 from cluster.kv.cache import KVCache
 from cluster.status import TreeCost
 
-MAX_CONTEXT = 256
-"""The committed tokens of each request in a measured step: about those of a short conversation."""
+MAX_CONTEXT = 128
+"""The committed tokens of each request in a measured step. Requests have fewer tokens while they are short, and more
+later. From this number, the ratio of two trees' times can be told best in both directions (docs/log.md).
+"""
 LONG_CONTEXT, MAX_LONG_SECONDS = 2048, 0.15
 """To learn what a committed token costs, steps are also measured with requests of `LONG_CONTEXT` tokens. The number of
 requests is the largest whose steps of all tiers, with short contexts, take less than `MAX_LONG_SECONDS` in all. If
 there is none, this is not measured.
-"""
-SHORT_CONTEXT, MAX_SHORT_SECONDS = 64, 1.5
-"""To learn how much faster steps are with shorter requests, a few trees are measured with requests of `SHORT_CONTEXT`
-tokens too. The number of requests is the largest whose rounds are expected to take at most `MAX_SHORT_SECONDS` in all.
 """
 LINEAR_GROWTH = 0.7
 """Each number of requests is `DECODES_FACTOR` times the number before. If the step time grows by `LINEAR_GROWTH` times
@@ -70,7 +68,6 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
         token_ns = tuple[int, ...]()
         if affordable and long_context > context:  # the programs of these steps are captured by now
             token_ns = tuple(measurement.token_ns(affordable[-1], long_context))
-        short_token_ns = tuple(measurement.short_token_ns())
         counts = list(measurement.us)
         waking = list(accumulate((round(trial.waking_us[count]) for count in counts if trial.waking_us), max))
     if len(counts) > 1 and counts[-1] < max_decodes:
@@ -80,7 +77,7 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
         counts.append(max_decodes)
     # More requests never take less time; a measured time below that of fewer requests is noise.
     us = tuple(tuple(accumulate(times, max)) for times in zip(*map(measurement.all_us, counts), strict=True))
-    return TreeCosts(tuple(counts), us, tuple(waking), context, token_ns, short_token_ns)
+    return TreeCosts(tuple(counts), us, tuple(waking), context, token_ns)
 
 
 class _Measurement:
@@ -150,28 +147,6 @@ class _Measurement:
         added_ns = [max(0, 1000 * (long - short) // more_tokens) for short, long in zip(short_us, long_us, strict=True)]
         return completed(dict(zip(self._measured, added_ns, strict=True)), self._tiers)
 
-    def short_token_ns(self) -> list[int]:
-        """Return by tier the nanoseconds that a committed token of a request adds to a step whose requests have at most
-        as many tokens as in the other measurements. Return [] where requests are too short to tell.
-
-        The steps have many requests, each with pages of its own: the keys and values of few requests stay in the
-        processor's caches, and those of many are read from memory in every step. Measured with few requests, a token
-        seems to cost half as much, so that plain steps of 64 short requests look a fifth slower than they are.
-        """
-        if self._context < 2 * SHORT_CONTEXT:
-            return []
-        limit_us = 1e6 * MAX_SHORT_SECONDS / (2 * MIN_ROUNDS)
-        affordable = [n for n, times in self.us.items() if sum(times[tier] for tier in self._few) < limit_us]
-        if not affordable:
-            return []
-        count, lengths = affordable[-1], (SHORT_CONTEXT, self._context)
-        loads = [TrialLoad(count, length, tier=tier, distinct=True) for length in lengths for tier in self._few]
-        times = _times(self._trial, loads)
-        tokens = count * (self._context - SHORT_CONTEXT)
-        pairs = zip(times[: len(self._few)], times[len(self._few) :], strict=True)
-        added_ns = [max(0, 1000 * (longer - shorter) // tokens) for shorter, longer in pairs]
-        return by_rows(dict(zip(self._few, added_ns, strict=True)), self._tiers)
-
     def all_us(self, count: int) -> list[int]:
         """Return the times of all trees with `count` requests: measured, or else computed from those that were."""
         measured_us = self.us.get(count, {})
@@ -235,20 +210,6 @@ def completed(measured_us: Mapping[int, int], shapes: Sequence[TreeShape]) -> li
         return max(measured_us[0], round(largest_us - max(0.0, saved_us)))
 
     return _without_noise([time_us(tier, shape) for tier, shape in enumerate(shapes)], shapes)
-
-
-def by_rows(values: Mapping[int, int], shapes: Sequence[TreeShape]) -> list[int]:
-    """Return a value for each of `shapes`, given those of some, by index: linear in the rows of the target between
-    two given ones, and constant beyond the smallest and the largest.
-    """
-    points = sorted((shapes[tier].num_draft_tokens, value) for tier, value in values.items())
-
-    def value_of(rows: int) -> int:
-        low, low_value = max((point for point in points if point[0] <= rows), default=points[0])
-        high, high_value = min((point for point in points if point[0] >= rows), default=points[-1])
-        return low_value + (high_value - low_value) * (rows - low) // max(1, high - low)
-
-    return [values[tier] if tier in values else value_of(shape.num_draft_tokens) for tier, shape in enumerate(shapes)]
 
 
 def _deepest(shapes: Sequence[TreeShape]) -> list[TreeShape]:

@@ -194,8 +194,6 @@ def test_each_committed_token_costs_more_in_larger_trees() -> None:
     assert costs.of(4, 150) == [160 + 400, 320 + 1200] and costs.of(1, 150) == [200, 500]
     assert costs.of(4, 40) == [160 - 40, 320 - 120]
     assert costs.of(4, 1)[1] == 320 * LEAST_SHARE, "a shorter context never makes a step free"
-    shorter = replace(costs, short_token_ns=(2000, 5000))
-    assert shorter.of(4, 150) == costs.of(4, 150) and shorter.of(4, 40) == [160 - 80, 320 - 200]
     times = TreeTimes(costs)
     for _ in range(20):
         times.observe(MeasuredStep(0, 4, 160 + 400, 150))

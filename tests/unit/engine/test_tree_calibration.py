@@ -1,7 +1,6 @@
 """The times of trees that are not measured follow from those that are."""
 
 from collections import Counter
-from collections.abc import Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from cluster.dp_attention.tree_times import TreeCosts
 from cluster.engine import build_engine
 from cluster.engine.calibrate import TrialLoad
 from cluster.engine.lockstep import Lockstep
-from cluster.engine.tree_calibration import _Measurement, _times, by_rows, completed, measure_trees, typical_times
+from cluster.engine.tree_calibration import _times, completed, measure_trees, typical_times
 from cluster.kv.cache import KVCache
 from cluster.request import RequestParams
 from tests.parity.harness import config_of, make_request, tiny_pair
@@ -196,45 +195,6 @@ def test_times_are_comparable_on_a_machine_whose_pace_changes(eager_runs: int, s
     for tier, us in enumerate(times):
         assert us / times[0] == pytest.approx(1 + tier, rel=0.1)
     assert times[0] < 1.6 * step_us
-
-
-class CachedTrial:
-    """Runs steps that take 1 ms, and 1 us for each row of the target and each token that is read from memory. The first
-    16,384 tokens of a step stay in the processor's caches, and requests that share their pages read the same tokens.
-    """
-
-    def __init__(self, shapes: Sequence[TreeShape]) -> None:
-        self._shapes, self.spent_s, self.counts = shapes, 0.0, set[int]()
-
-    def time_once(self, load: TrialLoad) -> float:
-        assert load.tier is not None
-        tokens = load.committed * (load.decodes if load.distinct else 1)
-        us = 1000.0 + load.decodes * self._shapes[load.tier].num_draft_tokens + max(0, tokens - 16_384)
-        self.counts.add(load.decodes)
-        self.spent_s += us / 1e6
-        return us
-
-
-def test_a_token_of_a_short_request_is_measured_with_many_requests_that_share_nothing() -> None:
-    shapes = tiers(TreeShape(num_steps=2, topk=1, num_draft_tokens=3))
-    settings, trial = SimpleNamespace(max_running_requests=256), CachedTrial(shapes)
-    resolved: Any = SimpleNamespace(settings=settings, tiers=shapes, last_drafted_tier=None)
-    typed_trial: Any = trial
-    measurement = _Measurement(typed_trial, resolved, context=256, warm_up_rounds=0)
-    measurement.measure_all_trees()
-    measurement.measure_few_trees()
-    assert max(measurement.us) == 256
-    trial.counts.clear()
-    assert measurement.short_token_ns() == [1000] * len(shapes), "256 requests exceed the caches with 64 tokens each"
-    assert trial.counts == {256}
-    assert _Measurement(typed_trial, resolved, context=64, warm_up_rounds=0).short_token_ns() == []
-
-
-def test_values_of_trees_between_two_measured_ones_are_linear_in_their_rows() -> None:
-    shapes = tiers(TreeShape(num_steps=5, topk=1, num_draft_tokens=6))
-    assert [shape.num_draft_tokens for shape in shapes] == [1, 2, 3, 4, 5, 6]
-    assert by_rows({0: 100, 1: 200, 4: 500}, shapes) == [100, 200, 300, 400, 500, 500]
-    assert by_rows({2: 7}, shapes) == [7] * 6
 
 
 def test_a_step_that_something_disturbed_does_not_count() -> None:
