@@ -43,9 +43,14 @@ class Moe:
     - `router_bias`: the projection that computes the scores has a bias.
     - `shared`: the width of an MLP that every token uses (a shared expert); 0 if there is none.
     - `shared_gate`: the output of the shared expert is multiplied by the sigmoid of a learnt projection of the token.
+    - `normed_router`: the router reads the rows after an RMSNorm of its own, divided by the square root of the hidden
+      size (Gemma-4). `expert_scale`: the weight of each chosen expert is multiplied by a learnt number of that expert.
+    - `beside_mlp`: the layer also has its dense MLP. Both read the residual stream through norms of their own, and the
+      norms of both outputs are added (Gemma-4).
     - `storage`: `separate` if each matrix of each expert is a tensor of the checkpoint; `stacked` if three tensors hold
-      the gates, ups and downs of all experts, `[E, outputs, inputs]`; `interleaved` if one tensor holds the gates and
-      ups, interleaved, and another the downs, both with biases (gpt-oss).
+      the gates, ups and downs of all experts, `[E, outputs, inputs]`; `joined` if one tensor holds all gates and ups
+      `[E, 2 I, H]`, the gates of an expert before its ups, and another the downs; `interleaved` if gates and ups
+      alternate in one tensor and another holds the downs, both with biases (gpt-oss).
     - `clamp`: (alpha, limit) of the clamped SwiGLU of gpt-oss; None for plain SwiGLU.
     - `limit`: gates, after silu, are at most this, and ups are between -limit and limit; None: no limit.
     """
@@ -62,7 +67,10 @@ class Moe:
     router_bias: bool = False
     shared: int = 0
     shared_gate: bool = False
-    storage: Literal["separate", "stacked", "interleaved"] = "separate"
+    normed_router: bool = False
+    expert_scale: bool = False
+    beside_mlp: bool = False
+    storage: Literal["separate", "stacked", "joined", "interleaved"] = "separate"
     clamp: tuple[float, float] | None = None
     limit: float | None = None
 
@@ -85,6 +93,12 @@ class LayerGeometry:
     - `latent`: if set, attention is latent, `kv_heads` is 1, and `head_dim` is the width of what the KV cache keeps of
       a token: the latent and the rotated key.
     - `v_head_dim`: the width of v of a head; if None, `head_dim`. `value_scale` multiplies v (MiMo-V2).
+    - `value_norm`: RMSNorm without a weight per head of v. `keys_as_values`: there is no `v_proj`; v is what `k_proj`
+      yields, before its norm and rope.
+    - `borrows`: the number of an earlier layer with the same heads and window, whose keys and values this layer reads
+      (Gemma-4). It has none of its own. If None, the layer has its own.
+    - `layer_input`: each layer gets an input of this width from the tokens and their embeddings (Gemma-4); 0: none.
+      `output_scale`: a learnt number multiplies the residual stream that leaves the layer.
     """
 
     hidden: int
@@ -112,6 +126,11 @@ class LayerGeometry:
     latent: LatentSizes | None = None
     v_head_dim: int | None = None
     value_scale: float = 1.0
+    value_norm: bool = False
+    keys_as_values: bool = False
+    borrows: int | None = None
+    layer_input: int = 0
+    output_scale: bool = False
 
     @property
     def softmax_scale(self) -> float:
@@ -120,7 +139,7 @@ class LayerGeometry:
 
     @property
     def cell(self) -> Cell:
-        """What a KV pool keeps of one token."""
+        """What a KV pool keeps of one token. For a layer that borrows, this is what it reads."""
         return Cell(self.kv_heads, self.head_dim, self.value_dim, self.latent is not None)
 
     @property

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cluster.arch.families.deepseek import deepseek_v3
 from cluster.arch.families.gemma3 import gemma3
+from cluster.arch.families.gemma4 import gemma4
 from cluster.arch.families.glm import glm4_moe
 from cluster.arch.families.gpt_oss import gpt_oss
 from cluster.arch.families.llama import llama, ministral3, mistral
@@ -32,6 +33,7 @@ FAMILIES: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     "MixtralForCausalLM": mixtral,
     "GptOssForCausalLM": gpt_oss,
     "Gemma3ForCausalLM": gemma3,
+    "Gemma4ForCausalLM": gemma4,
     "DeepseekV3ForCausalLM": deepseek_v3,
     "Glm4MoeForCausalLM": glm4_moe,
     "MiMoV2FlashForCausalLM": mimo_v2,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cluster.arch.keys import ConfigKeys
 
-ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "proportional", "yarn")
 
 
 class Yarn(NamedTuple):
@@ -35,7 +35,8 @@ class Rope:
     `llama3` is (factor, low_freq_factor, high_freq_factor, original length). `linear` divides every frequency.
     `dynamic` is (factor, length): from position `length` on, frequencies decrease with the position; a position has the
     frequencies that `transformers` uses for a text that ends at that position. `partial` is the share of a head's
-    dimensions, from the first on, that is rotated.
+    dimensions, from the first on, that is rotated. `proportional` is the share of the pairs that turn, from the first
+    on: the frequencies are those of a whole head, and the other pairs have frequency 0 (Gemma-4).
     """
 
     theta: float
@@ -44,6 +45,7 @@ class Rope:
     yarn: Yarn | None = None
     partial: float = 1.0
     dynamic: tuple[float, int] | None = None
+    proportional: float = 1.0
 
     def max_positions(self, stated_positions: int) -> int:
         """Return the maximum number of positions, as in vLLM, if the config states `stated_positions`.
@@ -75,6 +77,10 @@ def rope_of(
     scaling_type = scaling.data.get("rope_type") or scaling.data.get("type") or "default"
     theta = scaling.number("rope_theta", keys.number("rope_theta", theta))
     rotary_factor = scaling.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
+    if scaling_type == "proportional":
+        if not 0 < rotary_factor <= 1:
+            raise keys.error(f"partial_rotary_factor must be above 0 and at most 1, got {rotary_factor}")
+        return Rope(theta, linear=scaling.number("factor", 1.0), proportional=rotary_factor)
     if rotary_factor != 1.0 and not (allow_partial_rotary and rotary_factor < 1.0):
         requirement = "must be at most 1" if allow_partial_rotary else "other than 1 is not served"
         raise keys.error(f"partial_rotary_factor {requirement}, got {rotary_factor}")

@@ -23,6 +23,8 @@ class TargetArch:
     - `tensor_name_rules`: (pattern, replacement) pairs, applied in order, that turn the name of a tensor in the model
       into its name in the checkpoint.
     - `ignored_patterns`: patterns of stored tensors that the target does not use (a vision tower, an MTP draft).
+    - `layer_input_vocab`: the number of token ids that have inputs for each layer (`LayerGeometry.layer_input`); 0 if
+      layers have none.
     - `query_scaling` (length, beta): queries at position p are multiplied by 1 + beta log(1 + p // length); None:
       they are not scaled.
     """
@@ -39,6 +41,7 @@ class TargetArch:
     tensor_name_rules: tuple[tuple[str, str], ...] = ()
     ignored_patterns: tuple[str, ...] = ()
     query_scaling: tuple[int, float] | None = None
+    layer_input_vocab: int = 0
 
     @property
     def num_layers(self) -> int:

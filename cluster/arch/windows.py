@@ -57,10 +57,12 @@ class PoolLayers(NamedTuple):
 
 def pool_layers(layers: Sequence[LayerGeometry], is_windowed: Sequence[bool]) -> list[PoolLayers]:
     """Return the pools of a model, in order of their first layers. Layer i is in a window pool if `is_windowed[i]`.
-    Layers of one pool also have the same cells, heads and scale.
+    Layers of one pool also have the same cells, heads and scale. Layers that borrow are in no pool.
     """
     pools = dict[tuple[object, ...], PoolLayers]()
     for index, (layer, windowed) in enumerate(zip(layers, is_windowed, strict=True)):
+        if layer.borrows is not None:
+            continue
         key = windowed, layer.cell, layer.heads, layer.scale
         pools.setdefault(key, PoolLayers(windowed, [])).layers.append(index)
     return list(pools.values())

@@ -89,17 +89,19 @@ class CAttention:
             setattr(arguments, name, tensor.data_ptr())
         self._step_arguments = arguments
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Write kv `[T, *Cell.shape]` to the pool. Then compute the attention of the queries q `[T, nh, d]`, and return
-        the result `[T, nh * dv]`.
+    def __call__(self, layer: int, q: Tensor, kv: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+        """Write kv `[T, *Cell.shape]` to the pool, unless it is None. Then compute the attention of the queries q
+        `[T, nh, d]`, and return the result `[T, nh * dv]`.
         """
         q, kv = checked_cells(q, kv, self._pool)
         out = q.new_empty(q.shape[0], self._heads * self._value_dim)
         arguments = AttendStruct.from_buffer_copy(self._step_arguments)  # a recorded call keeps its own struct
-        arguments.memory, arguments.q, arguments.kv = self._pool.kv[layer].data_ptr(), q.data_ptr(), kv.data_ptr()
+        arguments.memory, arguments.q = self._pool.kv[layer].data_ptr(), q.data_ptr()
         arguments.sinks = None if sinks is None else sinks.data_ptr()
         arguments.out, arguments.window = out.data_ptr(), self._windows[layer]
-        arguments.rows, arguments.q_stride, arguments.kv_stride = q.shape[0], q.stride(0), kv.stride(0)
+        arguments.rows, arguments.q_stride = q.shape[0], q.stride(0)
+        if kv is not None:
+            arguments.kv, arguments.kv_stride = kv.data_ptr(), kv.stride(0)
         arguments.threads = torch.get_num_threads()
         native(self._attend, byref(arguments))
         return out

@@ -15,12 +15,17 @@ def with_contiguous_rows(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def checked_cells(q: Tensor, kv: Tensor, pool: KVPool) -> tuple[Tensor, Tensor]:
-    """Return `q` `[T, nh, d]` and `kv` `[T, *Cell.shape]` with contiguous rows, checked against the pool's cells.
+def checked_cells(q: Tensor, kv: Tensor | None, pool: KVPool) -> tuple[Tensor, Tensor | None]:
+    """Return `q` `[T, nh, d]` and `kv` `[T, *Cell.shape]` (or None) with contiguous rows, checked against the pool's
+    cells.
 
     Raises:
         ValueError: the dtype or cell shape differs from the pool's. The kernels do not check this.
     """
-    if q.dtype != pool.dtype or kv.dtype != q.dtype or kv.shape[1:] != pool.cell.shape:
+    if q.dtype != pool.dtype:
+        raise ValueError(f"queries of {q.dtype} for a pool of {pool.dtype}")
+    if kv is None:
+        return with_contiguous_rows(q), None
+    if kv.dtype != q.dtype or kv.shape[1:] != pool.cell.shape:
         raise ValueError(f"cells {list(kv.shape)} of {kv.dtype} for a pool of {list(pool.cell.shape)} of {pool.dtype}")
     return with_contiguous_rows(q), with_contiguous_rows(kv)

@@ -61,9 +61,9 @@ class TorchAttention:
         """Use `metadata` for the attention calls of the next forward. What all layers share is computed here, once."""
         native(self._bind, metadata)
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Write kv `[T, *Cell.shape]` to the pool. Then compute the attention of the queries q `[T, nh, d]`, and return
-        the result `[T, nh * dv]`.
+    def __call__(self, layer: int, q: Tensor, kv: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+        """Write kv `[T, *Cell.shape]` to the pool, unless it is None. Then compute the attention of the queries q
+        `[T, nh, d]`, and return the result `[T, nh * dv]`.
         """
         return opaque(self._attend_all, layer, q, kv, sinks)
 
@@ -76,10 +76,11 @@ class TorchAttention:
                 for sliding_window, bias in call.biases.items()
             }
 
-    def _attend_all(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
+    def _attend_all(self, layer: int, q: Tensor, kv: Tensor | None, sinks: Tensor | None) -> Tensor:
         assert self._write is not None
-        q, kv = mask_bad_cells(q, kv, self._max_abs)
-        self._layers[layer].index_copy_(0, self._write, encode(kv, self._cell) if self._fp8 else kv)
+        if kv is not None:
+            q, kv = mask_bad_cells(q, kv, self._max_abs)
+            self._layers[layer].index_copy_(0, self._write, encode(kv, self._cell) if self._fp8 else kv)
         outputs = [self._attend(layer, q, call, sinks) for call in self._calls]
         if not outputs:
             return q.new_zeros(q.shape[0], self._heads * self._cell.value_dim)

@@ -102,15 +102,18 @@ class TritonAttention:
         # If trees have one node, the slots are a strided column of the windows. All layers use this contiguous copy.
         self._write_slots = self._pool.own_slots(metadata.write).contiguous()
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Write kv `[T, *Cell.shape]` to the pool. Then compute the attention of the queries q `[T, nh, d]`, and return
-        the result `[T, nh * dv]`.
+    def __call__(self, layer: int, q: Tensor, kv: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+        """Write kv `[T, *Cell.shape]` to the pool, unless it is None. Then compute the attention of the queries q
+        `[T, nh, d]`, and return the result `[T, nh * dv]`.
         """
         metadata, write_slots, num_rows = self._metadata, self._write_slots, q.shape[0]
         assert metadata is not None and write_slots is not None, "bound before it is called"
         (q, kv), memory = checked_cells(q, kv, self._pool), self._pool.kv[layer]
-        nonfinite_rows = torch.empty(num_rows, dtype=torch.int32, device=q.device)
-        self._store(kv, write_slots, memory, nonfinite_rows)
+        if kv is None:
+            nonfinite_rows = torch.zeros(num_rows, dtype=torch.int32, device=q.device)
+        else:
+            nonfinite_rows = torch.empty(num_rows, dtype=torch.int32, device=q.device)
+            self._store(kv, write_slots, memory, nonfinite_rows)
         tree_rows = 0 if metadata.tree is None else metadata.tree.rows.shape[0] * metadata.tree.bits.shape[1]
         # There may be more prompt rows than the chunks have together. No kernel writes the outputs of the surplus rows,
         # so outputs begin as 0.

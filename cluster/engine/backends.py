@@ -161,7 +161,8 @@ def bind_layers(
 ) -> tuple[LayerPools, AttentionBackend]:
     """Return the KV pools for the `layers` of one runner, and its attention. `kinds` has the kind of pools that keep
     every token, and that of window pools, in which layer i is if `is_windowed[i]`. Layers of one pool also have the
-    same cells, heads and scale. `dtypes` are the dtype of queries, and whether the pools store FP8.
+    same cells, heads and scale. Layers that borrow are in no pool: their attention reads the cells of another layer.
+    `dtypes` are the dtype of queries, and whether the pools store FP8.
     """
     pools, parts, places = list[KVPool](), list[AttentionBackend](), dict[int, tuple[int, int]]()
     for windowed, indices in pool_layers(layers, is_windowed):
@@ -169,9 +170,10 @@ def bind_layers(
         places.update({layer: (len(parts), own_layer) for own_layer, layer in enumerate(indices)})
         pools.append(pool)
         parts.append(attention)
-    if len(parts) == 1:
+    if len(parts) == 1 and len(places) == len(layers):
         return LayerPools(pools, kinds[0].slots), parts[0]
-    return LayerPools(pools, kinds[0].slots), LayeredAttention(parts, [places[layer] for layer in range(len(layers))])
+    lenders = [index if layer.borrows is None else layer.borrows for index, layer in enumerate(layers)]
+    return LayerPools(pools, kinds[0].slots), LayeredAttention(parts, [places[lender] for lender in lenders])
 
 
 def bind_attention(

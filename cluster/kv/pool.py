@@ -83,7 +83,8 @@ def copied_slots(copies: Sequence[PageCopy], page_size: int, window: bool = Fals
 
 def pool_bytes(layers: Iterable[LayerGeometry], dtype: torch.dtype, fp8: bool) -> int:
     """Return the bytes that one token takes in pools for `layers`, in FP8 if `fp8` is True, else in `dtype`."""
-    return sum(layer.cell.fp8_bytes if fp8 else layer.cell.numbers * dtype.itemsize for layer in layers)
+    own_cells = [layer.cell for layer in layers if layer.borrows is None]
+    return sum(cell.fp8_bytes if fp8 else cell.numbers * dtype.itemsize for cell in own_cells)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -16,16 +16,18 @@ from cluster.arch import LatentSizes
 from cluster.arch.cell import Cell
 from cluster.kernels.interface import Angles, HeadNorms, Kernels, Weight
 from cluster.models.exchange import TokenExchange
+from cluster.models.experts import RowNorm
 
 
 class Attend(Protocol):
     """Writes a layer's new cells to the pool, then attends: q `[T, nh, d]`, kv `[T, *Cell.shape]` -> `[T, nh * dv]`.
 
-    A cell is k and v, or a latent (MLA), whose first dv numbers are the value. `sinks` `[nh]` adds to the softmax of
-    each head one logit that has no value; None adds none.
+    A cell is k and v, or a latent (MLA), whose first dv numbers are the value. If `kv` is None, nothing is written: the
+    layer borrows the cells of an earlier layer, which has written those of the same rows. `sinks` `[nh]` adds to the
+    softmax of each head one logit that has no value; None adds none.
     """
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, kv: Tensor | None, sinks: Tensor | None = None) -> Tensor:
         """Store `kv` in layer `layer` of the pool, and return the output of attention, one row for each row of `q`."""
 
 
@@ -36,7 +38,7 @@ class ScaledQueries:
         self._attend = attend
         self._query_scale = 1 + beta * torch.log1p((positions // length).double())
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, kv: Tensor | None, sinks: Tensor | None = None) -> Tensor:
         """Scale the queries `q`, then attend."""
         return self._attend(layer, q * self._query_scale.to(q.dtype)[:, None, None], kv, sinks)
 
@@ -45,9 +47,10 @@ class ScaledQueries:
 class SelfAttention:
     """This rank's heads: packed q, k, v projection, rope on q and k, the attention primitive, output projection.
 
-    `cell` is what the pool keeps of a token: the k and v of this rank's KV heads. `value_scale` multiplies v. If
-    `gated`, the packed projection ends with gates, `[nh, dv]` or one per head `[nh, 1]`; their sigmoid multiplies the
-    output of attention.
+    `cell` is what the pool keeps of a token: the k and v of this rank's KV heads. `value_norm` norms v of each head,
+    and `value_scale` multiplies v. If `gated`, the packed projection ends with gates, `[nh, dv]` or one per head
+    `[nh, 1]`; their sigmoid multiplies the output of attention. If `borrows`, the projection has no k and v, and the
+    layer reads those of an earlier layer.
     """
 
     kernels: Kernels
@@ -61,19 +64,25 @@ class SelfAttention:
     sinks: Tensor | None = None
     gated: bool = False
     value_scale: float = 1.0
+    value_norm: RowNorm | None = None
+    borrows: bool = False
 
     def __call__(self, rows: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
         """Rows `[T, in]` -> `[T, H]`. `in` is H, or 2 H in a draft layer that also reads the embedding."""
         # The columns of a packed row: q, k, v, and gates if `gated`. A cell is k and v.
         num_rows, heads, cell = rows.shape[0], self.heads, self.cell
-        q_end, k_end = heads * cell.key_dim, (heads + cell.kv_heads) * cell.key_dim
-        v_end = q_end + cell.numbers
+        rotated_heads = heads if self.borrows else heads + cell.kv_heads
+        q_end, k_end = heads * cell.key_dim, rotated_heads * cell.key_dim
+        v_end = q_end if self.borrows else q_end + cell.numbers
         packed = self.qkv(rows, self.qkv_bias)
-        self.kernels.rotate(packed[:, :k_end].view(num_rows, heads + cell.kv_heads, cell.key_dim), angles, self.norms)
+        self.kernels.rotate(packed[:, :k_end].view(num_rows, rotated_heads, cell.key_dim), angles, self.norms)
+        if self.value_norm is not None and not self.borrows:
+            values = packed[:, k_end:v_end]
+            values.copy_(self.value_norm(values.reshape(-1, cell.value_dim)).view_as(values))
         if self.value_scale != 1:
             packed[:, k_end:v_end].mul_(self.value_scale)
         q = packed[:, :q_end].view(num_rows, heads, cell.key_dim)
-        kv = packed[:, q_end:v_end].view(num_rows, *cell.shape)
+        kv = None if self.borrows else packed[:, q_end:v_end].view(num_rows, *cell.shape)
         attended = attend(layer, q, kv) if self.sinks is None else attend(layer, q, kv, self.sinks)
         if self.gated:
             gates = packed[:, v_end:].reshape(num_rows, heads, (packed.shape[1] - v_end) // heads).sigmoid()

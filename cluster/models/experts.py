@@ -16,13 +16,31 @@ from cluster.models.mlp import Mlp
 
 
 @dataclass(frozen=True, slots=True)
+class RowNorm:
+    """An RMSNorm of rows `[T, H]` times `scale` `[H]`."""
+
+    kernels: Kernels
+    scale: Tensor
+    eps: float
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Rows `[T, H]` -> `[T, H]`."""
+        return self.kernels.norm(rows, self.scale, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
 class Gate:
-    """The router: chooses the k experts of a row and their weights. Each rank has all of it, so all choose the same."""
+    """The router: chooses the k experts of a row and their weights. Each rank has all of it, so all choose the same.
+
+    If `norm` is given, the router reads normed rows. If `expert_scale` `[E]` is given, it multiplies the weights.
+    """
 
     weight: Weight
     bias: Tensor | None
     correction: Tensor | None
     moe: Moe
+    norm: RowNorm | None = None
+    expert_scale: Tensor | None = None
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows `[T, H]` -> the weights of their experts and the ids of their experts, `[T, k]` each.
@@ -31,7 +49,7 @@ class Gate:
         The score of a group is the sum of the scores of its two best experts. For these choices, `correction` (None: 0)
         is added to the scores of the experts; it does not change their weights.
         """
-        moe = self.moe
+        moe, rows = self.moe, rows if self.norm is None else self.norm(rows)
         scores = self.weight(rows.to(self.weight.dtype), self.bias)
         precise_scores = scores if scores.dtype == torch.float64 else scores.float()
         scores = precise_scores.softmax(-1) if moe.scoring == "softmax" else precise_scores.sigmoid()
@@ -46,6 +64,8 @@ class Gate:
         weights = scores.gather(1, expert_ids)
         if moe.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[expert_ids]
         return (weights * moe.scale).to(rows.dtype), expert_ids
 
 
@@ -68,6 +88,8 @@ class Experts:
     and multiplies its partial sum of `shared` by the gate's sigmoid (`shared_gate` None: by 1). If the layer is
     expert-parallel, `local` says which experts this rank holds, and `shared` is sharded over the attention group. If
     `local` is None, this rank has some columns of every expert and of `shared`.
+
+    If `norm` is given, the experts read normed rows. The router reads the rows as they are, through `Gate.norm`.
     """
 
     kernels: Kernels
@@ -80,6 +102,7 @@ class Experts:
     activation: Activation
     shared_gate: Weight | None = None
     local: LocalExperts | None = None
+    norm: RowNorm | None = None
 
     @property
     def exchange_calls(self) -> tuple[str, ...]:
@@ -118,6 +141,7 @@ class Experts:
         `rows` are `[T, H]`; `weights` and the expert ids `experts` are `[T, k]`. The terms of a row are added in order
         of expert ids.
         """
+        rows = rows if self.norm is None else self.norm(rows)
         if self.local is None:
             groups = self.kernels.group(experts, self.gate.moe.experts)
             outputs = self._expert_outputs(rows, groups.source_rows, groups.ends, groups.place_experts)

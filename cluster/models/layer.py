@@ -6,9 +6,10 @@ only through a `TokenExchange`.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from cluster.kernels.interface import Angles, Kernels
+from cluster.kernels.interface import Activation, Angles, Kernels, Weight
 from cluster.models.attention import Attend, LatentAttention, SelfAttention
 from cluster.models.exchange import TokenExchange
 from cluster.models.experts import Experts
@@ -16,8 +17,42 @@ from cluster.models.mlp import Mlp
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsBesideMlp:
+    """Experts beside the MLP of a layer (Gemma-4). They read the residual stream through norms of their own.
+    `after_mlp` and `after_experts` `[H]` norm the two outputs before they are added.
+    """
+
+    experts: Experts
+    after_mlp: Tensor
+    after_experts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """Adds to the residual stream what a layer's own input says (Gemma-4). The gate `[H, P]` reads the residual stream
+    and is multiplied by the input `[T, P]`; `projection` `[P, H]` and a norm `[H]` follow. Each rank has all of it.
+    """
+
+    kernels: Kernels
+    gate: Weight
+    projection: Weight
+    norm: Tensor
+    eps: float
+    activation: Activation
+
+    def __call__(self, hidden: Tensor, own_input: Tensor) -> Tensor:
+        """Residual stream `[T, H]` and input `[T, P]` -> the new residual stream `[T, H]`."""
+        gated = self.kernels.activate(torch.cat([self.gate(hidden), own_input], 1), self.activation)
+        return hidden + self.kernels.norm(self.projection(gated), self.norm, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """A pre-norm decoder layer; `after_attention` and `after_mlp`, if given, norm the outputs of attention and MLP."""
+    """A pre-norm decoder layer; `after_attention` and `after_mlp`, if given, norm the outputs of attention and MLP.
+
+    `beside`: experts beside the MLP. `layer_input`: what adds the layer's own input. `scale` `[1]` multiplies the
+    residual stream that leaves the layer.
+    """
 
     kernels: Kernels
     input_norm: Tensor
@@ -27,22 +62,45 @@ class DecoderLayer:
     eps: float
     after_attention: Tensor | None = None
     after_mlp: Tensor | None = None
+    beside: ExpertsBesideMlp | None = None
+    layer_input: LayerInput | None = None
+    scale: Tensor | None = None
 
     @property
     def exchange_calls(self) -> tuple[str, ...]:
         """Return the names of the `TokenExchange` methods that a forward calls, in order."""
-        return ("reduce", *self.mlp.exchange_calls)
+        beside = () if self.beside is None else self.beside.experts.exchange_calls
+        return ("reduce", *self.mlp.exchange_calls, *beside)
 
     def __call__(
-        self, hidden: Tensor, normed: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        hidden: Tensor,
+        normed: Tensor,
+        angles: Angles,
+        attend: Attend,
+        layer: int,
+        exchange: TokenExchange,
+        own_input: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Return two tensors `[T, H]`, whose sum is the residual stream that leaves the layer; the caller adds them up
-        (`Kernels.add_norm`). `hidden` `[T, H]` is the residual stream that enters the layer, and `normed` `[T, H]` is
-        `hidden` after `input_norm`.
+        (`Kernels.add_norm`). The second is None if the first is all of it. `hidden` `[T, H]` is the residual stream
+        that enters the layer, and `normed` `[T, H]` is `hidden` after `input_norm`. `own_input` `[T, P]` is the input
+        for `layer_input`.
         """
         out = self._normed(self.attention(normed, angles, attend, layer, exchange), self.after_attention)
         hidden, normed = self.kernels.add_norm(hidden, out, self.post_norm, self.eps)
-        return hidden, self._normed(self.mlp(normed, exchange), self.after_mlp)
+        out = self.mlp(normed, exchange)
+        if (beside := self.beside) is not None:
+            expert_output = self._normed(beside.experts(hidden, exchange), beside.after_experts)
+            out = self._normed(out, beside.after_mlp) + expert_output
+        out = self._normed(out, self.after_mlp)
+        if self.layer_input is None and self.scale is None:
+            return hidden, out
+        hidden = hidden + out
+        if self.layer_input is not None:
+            assert own_input is not None
+            hidden = self.layer_input(hidden, own_input)
+        return (hidden if self.scale is None else hidden * self.scale), None
 
     def _normed(self, out: Tensor, weight: Tensor | None) -> Tensor:
         return out if weight is None else self.kernels.norm(out, weight, self.eps)

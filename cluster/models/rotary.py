@@ -26,6 +26,7 @@ def frequencies(rope: Rope, dim: int) -> Tensor:
     `dynamic_frequencies` for positions beyond its original length.
     """
     inverse = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    inverse[int(rope.proportional * dim // 2) :] = 0
     if rope.llama3 is not None:
         factor, low, high, length = rope.llama3
         wavelength = 2 * math.pi / inverse

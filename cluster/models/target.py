@@ -9,6 +9,7 @@ from cluster.arch import TargetArch
 from cluster.models.attention import Attend, ScaledQueries
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.context import UNSHARDED, ModelContext
+from cluster.models.layer_inputs import load_layer_inputs
 from cluster.models.load import Loader
 from cluster.models.rotary import RotaryTable
 from cluster.models.vocab import Embedding, Head, ShardedLogits, load_embedding, load_head, tied_head
@@ -28,6 +29,7 @@ class DecoderTarget:
         self.arch, self.folder, self._exchange = arch, checkpoint.folder, context.exchange
         self._kernels = context.kernels
         self._embed = load_embedding(load, "embed_tokens.weight", arch.vocab_size, arch.hidden)
+        self._layer_inputs = load_layer_inputs(load, arch) if arch.layer_input_vocab else None
         self._layers = [load.layer(f"layers.{i}", g) for i, g in enumerate(arch.layers)]
         self._norm = load.norm("norm.weight", arch.hidden, first.unit_offset)
         self._head = _head(load, arch, self._embed)
@@ -68,6 +70,7 @@ class DecoderTarget:
         hidden = self._embed(token_ids, self._exchange)
         if self._embed_scale is not None:
             hidden = hidden * self._embed_scale
+        own_inputs = None if self._layer_inputs is None else self._layer_inputs(token_ids, hidden)
         angles = [rotary.angles_at(positions) for rotary in self._rotaries]
         if self.arch.query_scaling is not None:
             attend = ScaledQueries(attend, positions, *self.arch.query_scaling)
@@ -78,7 +81,10 @@ class DecoderTarget:
             hidden, normed = self._kernels.add_norm(hidden, residual_update, layer.input_norm, layer.eps)
             if index in boundaries:
                 aux.append(hidden)
-            hidden, residual_update = layer(hidden, normed, angles[self._rope_of[index]], attend, index, self._exchange)
+            hidden, residual_update = layer(
+                *(hidden, normed, angles[self._rope_of[index]], attend, index, self._exchange),
+                None if own_inputs is None else own_inputs[:, index],
+            )
         hidden, normed = self._kernels.add_norm(hidden, residual_update, self._norm, self.arch.layer.eps)
         if self.arch.num_layers in boundaries:
             aux.append(hidden)

@@ -15,7 +15,11 @@ REQUEST_TOKENS = 1024, 8192, 32768, 131072
 
 
 def cell_bytes(layer: LayerGeometry, kv_dtype: str) -> int:
-    """Return the bytes of a token in one layer. `kv_dtype` is a compute dtype, or an FP8 format."""
+    """Return the bytes of a token in one layer, 0 if the layer borrows. `kv_dtype` is a compute dtype, or an FP8
+    format.
+    """
+    if layer.borrows is not None:
+        return 0
     if kv_dtype in COMPUTE_DTYPE_BYTES:
         return layer.cell.numbers * COMPUTE_DTYPE_BYTES[kv_dtype]
     return layer.cell.fp8_bytes
@@ -46,6 +50,10 @@ def kv_memory(
             pools.append(
                 f"{name}, layers {_ranges(indices)}: {_cell_text(first)}; {kept}; {token_bytes:,} bytes per token"
             )
+        pools += [
+            f"{name}, layers {_ranges(own)}: none, because they read the keys and values of layer {lender}"
+            for lender, own in _borrowers(own_layers).items()
+        ]
     page_size, window_tokens = settings.page_size, 0 if layout is None else layout.request_pages * settings.page_size
     request_bytes = {}
     for tokens in [*(count for count in REQUEST_TOKENS if count < max_position), max_position]:
@@ -60,6 +68,15 @@ def kv_memory(
         "kv_pools": pools,
         "kv_request_bytes": request_bytes,
     }
+
+
+def _borrowers(layers: Sequence[LayerGeometry]) -> dict[int, list[int]]:
+    """Return the layers that borrow, by the layer whose cells they read."""
+    borrowers = dict[int, list[int]]()
+    for index, layer in enumerate(layers):
+        if layer.borrows is not None:
+            borrowers.setdefault(layer.borrows, []).append(index)
+    return borrowers
 
 
 def _cell_text(layer: LayerGeometry) -> str:

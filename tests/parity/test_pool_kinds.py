@@ -31,6 +31,7 @@ KINDS = {
     "all windows": ("mistral", "window of 9", "windows"),
     "two widths": ("mimo_v2", "one full KV head, two with a window", "specforge"),
     "other heads in windows": ("step3p7", "more heads in windows", "specforge"),
+    "borrowed": ("gemma4", "layers that borrow, with inputs of their own", "specforge"),
 }
 """By kind: the family of the target, its config, and the draft."""
 NODES = {8: 64, 16: 128}

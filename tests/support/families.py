@@ -76,6 +76,7 @@ def wrapper_config(family: Family, config_values: dict[str, Any]) -> Any:
         "llava": "clip_vision_model",
         "mistral3": "pixtral",
         "gemma3": "siglip_vision_model",
+        "gemma4": "gemma4_vision",
         "step3p7": "step3p5_vision",
     }
     outer_class = getattr(transformers, family.config)
@@ -107,7 +108,8 @@ def random_model(model_class: type[PreTrainedModel], config: Any, seed: int = 0)
                     0.15 if config.get_text_config().tie_word_embeddings else 1.0
                 )  # or each token predicts itself
                 scale = 0.2 if "norm" in name or "bias" in name else embedding_scale if "embed" in name else 0.35
-                mean = 1.0 if "norm" in name and not re.match("gemma|step3", config.model_type) else 0.0
+                has_unit_offset = re.match("gemma3|step3", config.model_type)
+                mean = 1.0 if ("norm" in name and not has_unit_offset) or re.search("scal(e|ar)$", name) else 0.0
                 mean += 1.5 * ("q_norm" in name or "k_norm" in name)  # so attention is not nearly uniform
                 values = mean + scale * torch.randn(tensor.shape)
                 tensor.data.copy_(values.to(FLOAT32))

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.published_formats import write_kimi, write_mimo, write_mimo_v2, write_native, write_step
+from tests.support.published_formats import (
+    write_gemma4,
+    write_kimi,
+    write_mimo,
+    write_mimo_v2,
+    write_native,
+    write_step,
+)
 
 VOCAB = 64
 LAYERS = 4
@@ -66,6 +73,29 @@ STEP = {
     "moe_intermediate_size": 12,
     "share_expert_dim": 20,
     "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+}
+GEMMA4 = {
+    "pad_token_id": 0,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 0,
+    "head_dim": 12,
+    "global_head_dim": 16,
+    "sliding_window": 8,
+    "tie_word_embeddings": True,
+}
+GEMMA4_SMALL = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 6,
+}
+GEMMA4_MOE = {
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 12,
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
@@ -221,6 +251,38 @@ FAMILIES: dict[str, Family] = {
         },
         seed=5,
     ),
+    "gemma4": Family(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        GEMMA4,
+        {
+            "three local, one global": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+            "layers that borrow, with inputs of their own": GEMMA4_SMALL,
+        },
+    ),
+    "gemma4_moe": Family(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        GEMMA4 | GEMMA4_MOE,
+        {
+            "experts beside the MLP, keys as values": {},
+            "all parts, capped, biases, sharded": {
+                **GEMMA4_SMALL,
+                "num_kv_shared_layers": 1,
+                "attention_bias": True,
+                "final_logit_softcapping": 3.0,
+                "tie_word_embeddings": False,
+                "shards": True,
+            },
+        },
+    ),
+    "gemma4_published": Family(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        GEMMA4,
+        {"published config, unused keys and values": {**GEMMA4_SMALL, **GEMMA4_MOE}},
+        rewrite=write_gemma4,
+    ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
@@ -352,6 +414,13 @@ FAMILIES: dict[str, Family] = {
         {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 8, "tie_word_embeddings": True},
         {"around Gemma-3": {"image_token_index": 63, "mm_tokens_per_image": 4, "sliding_window_pattern": 2}},
         text="Gemma3TextConfig",
+    ),
+    "gemma4_wrapped": Family(
+        "Gemma4ForConditionalGeneration",
+        "Gemma4Config",
+        GEMMA4,
+        {"around Gemma-4": {"image_token_id": 2 * VOCAB, **GEMMA4_SMALL}},
+        text="Gemma4TextConfig",
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM",

@@ -52,6 +52,22 @@ def write_native(folder: Path, config: Any) -> None:
     (folder / "params.json").write_text(json.dumps(params))
 
 
+def write_gemma4(folder: Path, config: Any) -> None:
+    """Write the config as Gemma-4 is published: the sizes of full layers have keys of their own. Add keys and values
+    of the layers that borrow, which published checkpoints have and nothing reads.
+    """
+    path = folder / "config.json"
+    data = json.loads(path.read_text())
+    sizes = next(iter(data.pop("per_layer_config").values()))
+    data |= {"global_head_dim": sizes["head_dim"], "num_global_key_value_heads": sizes["num_key_value_heads"]}
+    path.write_text(json.dumps(data))
+    tensors = load_file(folder / "model.safetensors")
+    for index in range(config.num_hidden_layers - config.num_kv_shared_layers, config.num_hidden_layers):
+        for part in ("k_proj", "v_proj", "k_norm", "v_norm"):
+            tensors[f"model.layers.{index}.self_attn.{part}.weight"] = torch.full((2, 2), float("nan"))
+    save_file(tensors, folder / "model.safetensors")
+
+
 def split_checkpoint(folder: Path, index: object | None = None) -> None:
     """Split the only file of a checkpoint into two shards with an index. `index` replaces the correct index."""
     tensors = load_file(folder / "model.safetensors")

@@ -16,6 +16,8 @@ from cluster.attention.triton_backend import TritonAttention
 from cluster.batch import AttentionMetadata, PromptRows, TreeRows
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
+from tests.unit.attention.borrowed import KINDS as BORROWED_KINDS
+from tests.unit.attention.borrowed import check_borrowed
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_c_attention import ERROR, check_not_finite
 from tests.unit.attention.test_gather_methods import KINDS, SHAPES, TREE, make_case
@@ -131,6 +133,11 @@ def test_padding_prompt_rows_get_zero_output() -> None:
     out = attention(0, torch.ones(5, 4, 24), torch.ones(5, 2, 2, 24))
     assert torch.allclose(out[:3], torch.ones(()))
     assert not out[3:].any()
+
+
+@pytest.mark.parametrize("kind", BORROWED_KINDS)
+def test_a_call_without_cells_reads_those_of_the_call_before(kind: str) -> None:
+    check_borrowed(kind, TritonAttention, torch.float32)
 
 
 def test_triton_attention_refuses_kv_of_wrong_width() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from cluster.arch.families.deepseek import deepseek_v3
 from cluster.arch.families.gemma3 import gemma3
+from cluster.arch.families.gemma4 import gemma4
 from cluster.arch.families.llama import llama, ministral3, mistral
 from cluster.arch.families.qwen import qwen2
 from cluster.arch.families.step import step3p5
@@ -16,6 +17,7 @@ WRAPPERS = (
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "Step3p7ForConditionalGeneration",
 )
@@ -27,6 +29,7 @@ TEXT_FAMILIES: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     "deepseek_v3": deepseek_v3,
     "qwen2": qwen2,
     "gemma3_text": gemma3,
+    "gemma4_text": gemma4,
     "step3p5": step3p5,
 }
 LLAMA_7B: Mapping[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -43,7 +46,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {**LLAMA_7B, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
     "gemma3_text": {"hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216},
 }
-NON_TEXT_TENSORS = (r"^(vision_tower|vision_model|multi_modal_projector|mm_projector|vit_large_projector)\.",)
+NON_TEXT_TENSORS = (
+    r"^(vision_tower|vision_model|multi_modal_projector|mm_projector|vit_large_projector)\.",
+    r"^(audio_tower|embed_vision|embed_audio)\.",
+)
 
 
 def text_keys(keys: ConfigKeys) -> ConfigKeys:

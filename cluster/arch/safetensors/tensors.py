@@ -27,6 +27,11 @@ def target_tensors(arch: TargetArch) -> NamedShapes:
     in the checkpoint.
     """
     yield "embed_tokens.weight", (arch.vocab_size, arch.hidden)
+    if arch.layer_input_vocab:
+        width, columns = arch.layer.layer_input, arch.num_layers * arch.layer.layer_input
+        yield "layer_inputs.embed_tokens.weight", (arch.layer_input_vocab, columns)
+        yield "layer_inputs.projection.weight", (columns, arch.hidden)
+        yield "layer_inputs.norm.weight", (width,)
     for index, layer in enumerate(arch.layers):
         yield from layer_tensors(f"layers.{index}", layer)
     yield "norm.weight", (arch.hidden,)
@@ -45,10 +50,20 @@ def layer_tensors(prefix: str, g: LayerGeometry) -> NamedShapes:
     for name in ("input_layernorm", *before_mlp):
         yield f"{prefix}.{name}.weight", (g.hidden,)
     yield from (_attention if g.latent is None else _latent)(f"{prefix}.self_attn", g)
-    if g.moe is None:
+    if g.moe is None or g.moe.beside_mlp:
         yield from _mlp(f"{prefix}.mlp", g.hidden, g.intermediate, g.mlp_bias)
-    else:
+    if g.moe is not None and g.moe.beside_mlp:
+        yield from _experts(f"{prefix}.moe", g.hidden, g.moe)
+        for name in ("before_experts", "after_dense_mlp", "after_experts"):
+            yield f"{prefix}.{name}.weight", (g.hidden,)
+    elif g.moe is not None:
         yield from _experts(f"{prefix}.mlp", g.hidden, g.moe)
+    if g.layer_input:
+        yield f"{prefix}.layer_input.gate.weight", (g.layer_input, g.hidden)
+        yield f"{prefix}.layer_input.projection.weight", (g.hidden, g.layer_input)
+        yield f"{prefix}.layer_input.norm.weight", (g.hidden,)
+    if g.output_scale:
+        yield f"{prefix}.output_scale", (1,)
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> NamedShapes:
@@ -58,14 +73,17 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> NamedShapes:
 
 
 def _attention(prefix: str, g: LayerGeometry) -> NamedShapes:
-    sizes = ("q", g.heads * g.head_dim), ("k", g.kv_heads * g.head_dim), ("v", g.kv_heads * g.value_dim)
+    sizes = [("q", g.heads * g.head_dim)]
+    if g.borrows is None:
+        sizes += [("k", g.kv_heads * g.head_dim)]
+        sizes += [] if g.keys_as_values else [("v", g.kv_heads * g.value_dim)]
     for part, rows in sizes:
         yield from _linear(f"{prefix}.{part}_proj", rows, g.hidden, g.attention_bias)
     yield from _linear(f"{prefix}.o_proj", g.hidden, g.heads * g.value_dim, g.out_bias)
     if g.head_gate:
         yield f"{prefix}.g_proj.weight", (g.heads, g.hidden)
     if g.qk_norm:
-        yield from ((f"{prefix}.{part}_norm.weight", (g.head_dim,)) for part in "qk")
+        yield from ((f"{prefix}.{part}_norm.weight", (g.head_dim,)) for part in ("qk" if g.borrows is None else "q"))
     if g.sinks:
         yield f"{prefix}.sinks", (g.heads,)
 
@@ -97,9 +115,16 @@ def _experts(prefix: str, hidden: int, moe: Moe) -> NamedShapes:
     yield from _linear(f"{prefix}.router", e, hidden, moe.router_bias)
     if moe.correction:
         yield f"{prefix}.router.correction", (e,)
+    if moe.normed_router:
+        yield f"{prefix}.router.norm", (hidden,)
+    if moe.expert_scale:
+        yield f"{prefix}.router.expert_scale", (e,)
     if moe.storage == "stacked":
         for part, shape in (("gate", (i, hidden)), ("up", (i, hidden)), ("down", (hidden, i))):
             yield f"{prefix}.experts.{part}_proj.weight", (e, *shape)
+    elif moe.storage == "joined":
+        yield f"{prefix}.experts.gate_up_proj", (e, 2 * i, hidden)
+        yield f"{prefix}.experts.down_proj", (e, hidden, i)
     elif moe.storage == "interleaved":
         yield f"{prefix}.experts.gate_up_proj", (e, hidden, 2 * i)
         yield f"{prefix}.experts.gate_up_proj_bias", (e, 2 * i)

@@ -217,7 +217,7 @@ void NAMED(aerie_attend)(const struct aerie_attend *a)
     struct job j = {.a = a, .tasks = tasks, .turns = turns, .bad = bad, .count = count, .repeat = repeat,
                     .deep = up(a->size, LANES), .wide = up(a->value, LANES)};
     int64_t enough = 1 + a->rows * a->cell / 8192;
-    aerie_spread(store_part, &j, larger(1, smaller(a->threads, enough)));
+    if (a->kv) aerie_spread(store_part, &j, larger(1, smaller(a->threads, enough)));
     int64_t kept = 0;
     if (count && count < a->threads) { /* fewer tasks than threads: split long tasks by blocks */
         int64_t whole = count, splits = (a->threads + count - 1) / count;

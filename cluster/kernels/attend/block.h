@@ -10,7 +10,7 @@
 
 struct aerie_attend {
     void *memory; /* one layer: [slots, cell] numbers, or [slots, coded] bytes */
-    const stored *q, *kv, *sinks;
+    const stored *q, *kv, *sinks; /* `kv` NULL: the new cells are in `memory` already */
     stored *out;
     const int64_t *write;
     const int32_t *pages, *window_pages; /* `window_pages` maps pages to those of `memory`; NULL: to themselves */

@@ -88,6 +88,7 @@ def test_kv_bytes_per_token_match_the_engine_with_mtp_drafts(layers: int) -> Non
         ("gemma3", "three local, one global"),
         ("mistral", "window of 9"),
         ("mimo_v2", "one full KV head, two with a window"),
+        ("gemma4", "layers that borrow, with inputs of their own"),
     ],
 )
 def test_kv_memory_of_layers_with_a_window_matches_the_engine(family: str, case: str) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from cluster.arch import LayerGeometry
 from cluster.arch.families.gemma3 import gemma3
+from cluster.arch.families.gemma4 import gemma4
 from cluster.arch.families.gpt_oss import gpt_oss
 from cluster.arch.families.mimo import mimo_v2
 from cluster.arch.keys import ConfigKeys
@@ -41,9 +42,20 @@ CONFIGS = {
             "sliding_window": 1024,
         },
     ),
+    "Gemma-4-E2B": (
+        gemma4,
+        {
+            "hidden_size": 1536,
+            "num_hidden_layers": 35,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "vocab_size_per_layer_input": 1000,
+        },
+    ),
     "MiMo-V2-Flash": (mimo_v2, {"hidden_size": 4096, "num_hidden_layers": 48, "num_attention_heads": 64}),
 }
-MORE_REQUESTS = {"gpt-oss-20b": 15, "Gemma-3-4B": 44, "MiMo-V2-Flash": 71}
+MORE_REQUESTS = {"gpt-oss-20b": 15, "Gemma-3-4B": 44, "Gemma-4-E2B": 30, "MiMo-V2-Flash": 71}
 """By model: how many requests of `CONTEXT` tokens fit in the memory in which 8 requests fit if there are no window
 pools.
 """
@@ -95,7 +107,18 @@ def test_memory_of_a_long_request_is_what_inspect_says_and_the_layers_imply(name
     assert allocated == pytest.approx(request_bytes, rel=0.05)
     assert implied_bytes(layers, windows=True) == pytest.approx(request_bytes, rel=0.05)
     assert implied_bytes(layers, windows=False) > 1.9 * request_bytes
-    assert len(told["kv_pools"]) == 2 and "keeps only the last tokens" in "".join(told["kv_pools"])
+    pools = [line for line in told["kv_pools"] if ": none" not in line]
+    assert len(pools) == 2 and "keeps only the last tokens" in "".join(pools)
+
+
+def test_layers_that_borrow_are_named_with_the_layer_that_they_read() -> None:
+    told = kv_memory([layers_of("Gemma-4-E2B")], "bfloat16", CONTEXT, "cpu")
+    assert told["kv_pools"][2:] == [
+        "target, layers 15-16, 18-22, 24-28, 30-33: none, because they read the keys and values of layer 14",
+        "target, layers 17, 23, 29, 34: none, because they read the keys and values of layer 11",
+    ]
+    assert told["kv_bytes_per_token"] == 2 * 2 * 2 * 512, "layers 5 and 11, bfloat16, K and V of one head of 512"
+    assert told["kv_window_bytes_per_token"] == 13 * 2 * 2 * 256
 
 
 @pytest.mark.parametrize("name", CONFIGS)
