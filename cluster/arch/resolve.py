@@ -149,6 +149,12 @@ def check_models(
     target_moe, draft_moe = resolved.experts
     check_expert_shards(config.ep_size, target_moe, draft_moe if resolved.draft_is_sharded else None)
     _check_split(resolved, "the target", resolved.target.layers)
+    reads_target_kv = resolved.draft is not None and resolved.draft.kind == "frozen_kv"
+    if reads_target_kv and not resolved.draft_is_sharded and resolved.group_size > 1:
+        raise ConfigError(
+            "speculative_draft_parallel replicated is not possible with this draft: it reads the target's keys and "
+            "values, of which each rank has some heads; set it to sharded"
+        )
     if resolved.draft is not None and resolved.draft_is_sharded:
         hint = ", or set speculative_draft_parallel to replicated"
         _check_split(resolved, "the draft", [layer.geometry for layer in resolved.draft.layers], hint)
@@ -192,7 +198,7 @@ def _complete_settings(config: EngineConfig, draft: DraftSpec) -> EngineConfig:
         ConfigError: the setting `speculative_algorithm` does not fit the draft.
     """
     configured = config.speculative_algorithm
-    allowed = ("NEXTN", "EAGLE") if draft.kind == "mtp" else (draft.algorithm,)
+    allowed = ("NEXTN", "EAGLE") if draft.algorithm == "NEXTN" else (draft.algorithm,)
     if configured is not None and configured not in allowed:
         raise ConfigError(
             f"speculative_algorithm {configured} does not fit the draft, which is {draft.dialect}; set it to "

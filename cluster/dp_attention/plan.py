@@ -298,7 +298,8 @@ class ExpertParallel(NamedTuple):
 class Ops(NamedTuple):
     """The exchange methods that one forward of a model calls (`forward`) and that its head calls (`head`), in order.
 
-    `width` is the model's hidden size, `columns` the number of logits per row of a rank's shard of the head. A
+    `width` is the model's hidden size, `columns` the number of logits per row of a rank's shard of the head.
+    `embed_width` is the width of the embedding if it is another one; otherwise 0. A
     multi-layer draft has `runners` models. At level l of a tree, model l runs the rows of levels 1 to l. In the extend
     phase all models run. `sharded` lists the calls that follow a sharded head; it is None if the head is not sharded.
     `expert_parallel` lists the calls that replace the placeholder `EXPERT_CALLS`; it is None if the model is not
@@ -312,6 +313,7 @@ class Ops(NamedTuple):
     sharded: ShardedHead | None = None
     runners: int = 1
     expert_parallel: ExpertParallel | None = None
+    embed_width: int = 0
 
 
 def script(
@@ -333,7 +335,8 @@ def script(
             if op == EXPERT_CALLS and ops.expert_parallel is not None:
                 calls.extend(ops.expert_parallel.calls(phase, rows, ops.width, plan.routes_to_experts))
             else:
-                calls.append(ScriptCall(phase, op, rows, ops.width))
+                width = ops.embed_width if op == "embed" and ops.embed_width else ops.width
+                calls.append(ScriptCall(phase, op, rows, width))
 
     # Score `rows` and choose tokens. With a sharded head, each shard sends `payload` numbers per row for the choice.
     def score(phase: str, ops: Ops, rows: tuple[int, ...], payload: int) -> None:

@@ -171,9 +171,44 @@ def bind_layers(
         pools.append(pool)
         parts.append(attention)
     if len(parts) == 1 and len(places) == len(layers):
-        return LayerPools(pools, kinds[0].slots), parts[0]
+        return LayerPools(pools, kinds[0].slots, dtypes[0]), parts[0]
     lenders = [index if layer.borrows is None else layer.borrows for index, layer in enumerate(layers)]
-    return LayerPools(pools, kinds[0].slots), LayeredAttention(parts, [places[lender] for lender in lenders])
+    layer_pools = LayerPools(pools, kinds[0].slots, dtypes[0])
+    return layer_pools, LayeredAttention(parts, [places[lender] for lender in lenders])
+
+
+def bind_to_target(
+    layers: Sequence[LayerGeometry],
+    target_layers: Sequence[LayerGeometry],
+    target_pools: LayerPools,
+    kinds: Sequence[PoolKind],
+    is_windowed: Sequence[bool],
+    kernels: Kernels,
+) -> tuple[LayerPools, AttentionBackend]:
+    """Return the attention of a draft that keeps no KV: layer i reads the cells of layer `borrows` of the target. The
+    draft has no pools. `target_layers`, `target_pools`, `kinds` and `is_windowed` are as in `bind_layers` for the
+    target.
+    """
+    # FlashInfer's plans are for rows that see themselves, and these rows see only committed tokens.
+    backend = "triton" if kernels.flashinfer is not None else kernels.name
+    parts, places = list[AttentionBackend](), dict[int, tuple[int, int]]()
+    for (windowed, indices), pool in zip(pool_layers(target_layers, is_windowed), target_pools.all, strict=True):
+        own_layers = {number: layer for number, layer in enumerate(layers) if layer.borrows in indices}
+        if not own_layers:
+            continue
+        first, *_ = own_layers.values()
+        kind, windows = kinds[windowed], {layer.borrows: layer.sliding_window for layer in own_layers.values()}
+        pages = kind.gather if backend == "torch" else kind.table
+        shape = AttentionShape(first.heads, tuple(windows.get(index) for index in indices), first.scale)
+        arguments = () if kernels.library is None else (kernels.library,)
+        places |= {
+            number: (len(parts), indices.index(layer.borrows))
+            for number, layer in own_layers.items()
+            if layer.borrows is not None
+        }
+        parts.append(implementation("attention", backend)(pool, pages, shape, *arguments))
+    no_pools = LayerPools([], target_pools.slots, target_pools.dtype)
+    return no_pools, LayeredAttention(parts, [places[number] for number in range(len(layers))])
 
 
 def bind_attention(

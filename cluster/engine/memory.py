@@ -7,7 +7,7 @@ import torch
 from cluster.attention.gather import Gather
 from cluster.device.timing import Spans, timer_of
 from cluster.distributed.mesh import Mesh
-from cluster.engine.backends import PoolKind, bind_layers
+from cluster.engine.backends import PoolKind, bind_layers, bind_to_target
 from cluster.engine.models import RankModels
 from cluster.kv.budget import Capacity, MemoryBreakdown, kv_capacity, page_count
 from cluster.kv.cache import KVCache
@@ -60,9 +60,18 @@ def allocate_pages(models: RankModels, device: torch.device, pages: int, capacit
         kinds.append(PoolKind((window.total + 1) * size, gather, table, window_map))
     cache = KVCache(pages, table, not config.disable_radix_cache, window)
     dtypes = models.dtype, resolved.fp8_cache
-    target_attention, *draft_attentions = [
-        bind_layers(layers, kinds, models.is_windowed(layers), models.kernels, dtypes) for layers in models.layers
-    ]
+    target_layers, *draft_layers = models.layers
+    is_windowed = models.is_windowed(target_layers)
+    target_attention = bind_layers(target_layers, kinds, is_windowed, models.kernels, dtypes)
+    if spec is not None and spec.kind == "frozen_kv":
+        draft_attentions = [
+            bind_to_target(layers, target_layers, target_attention[0], kinds, is_windowed, models.kernels)
+            for layers in draft_layers
+        ]
+    else:
+        draft_attentions = [
+            bind_layers(layers, kinds, models.is_windowed(layers), models.kernels, dtypes) for layers in draft_layers
+        ]
     boundaries = spec.aux_boundaries if spec is not None and spec.use_aux_hidden_state else ()
     drafts = [
         DraftRunner(model, *attention, forward_spans)

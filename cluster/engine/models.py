@@ -151,10 +151,11 @@ class RankModels:
         target = self._ops(self.target, target_experts) if self.target_context.exchange is self.exchange else Ops()
         if not self.drafts:
             return target, None
-        is_sharded = self.draft_context.exchange is self.exchange
-        return target, self._ops(self.drafts[0], draft_experts)._replace(
-            runners=len(self.drafts)
-        ) if is_sharded else Ops()
+        if self.draft_context.exchange is not self.exchange:
+            return target, Ops()
+        draft = self._ops(self.drafts[0], draft_experts)
+        embed_width = self.drafts[0].spec.hidden  # that of the target's embedding, if a draft uses it
+        return target, draft._replace(runners=len(self.drafts), embed_width=embed_width)
 
     def _ops(self, model: DecoderTarget | DraftModel, moe: Moe | None) -> Ops:
         forward, head, width, columns = model.exchange_calls

@@ -12,17 +12,13 @@ from cluster.kv.pool import KVPool
 
 
 class LayerPools:
-    """The pools of a runner, one or more. `move_kv_cache` moves what all of them keep. `slots` is the number of slots
-    of pools that keep every token, even if this runner has none.
+    """The pools of a runner; a draft that reads the target's has none. `move_kv_cache` moves what all of them keep.
+    `slots` is the number of slots of pools that keep every token, even if this runner has none. `dtype` is that of the
+    numbers that attention reads.
     """
 
-    def __init__(self, pools: Sequence[KVPool], slots: int) -> None:
-        self.all, self.slots = tuple(pools), slots
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the numbers that attention reads."""
-        return self.all[0].dtype
+    def __init__(self, pools: Sequence[KVPool], slots: int, dtype: torch.dtype) -> None:
+        self.all, self.slots, self.dtype = tuple(pools), slots, dtype
 
     @property
     def window_pools(self) -> list[KVPool]:

@@ -21,7 +21,7 @@ from cluster.models.exchange import TokenExchange
 from cluster.models.experts import Experts
 from cluster.models.load import Loader
 from cluster.models.mlp import Mlp
-from cluster.models.rotary import RotaryTable
+from cluster.models.rotary import RotaryTables
 from cluster.models.vocab import Embedding, Head, ShardedLogits, load_embedding, load_head, tied_head
 
 
@@ -102,12 +102,13 @@ class DraftModel(ABC):
             self._head = load_head(load, "lm_head.weight", spec.draft_vocab_size, g.hidden)
         elif spec.head == "tied" and self._embed is not None:
             self._head = tied_head(self._embed, spec.vocab_size, load.kernels)
-        self._layers = [
-            load_block(load, f"layers.{i}", layer, spec.norm_before_residual) for i, layer in enumerate(spec.layers)
-        ]
+        self._layers: list[DraftBlock] = []
+        self._load_blocks(load)
         self._norm = load.norm("norm.weight", g.hidden, g.unit_offset) if spec.final_norm else None
         self.target_ids = vocabulary_map(spec, checkpoint, context.device)
-        self._rotary = RotaryTable(g.rope, g.rope_dim, context.max_position, context.dtype, context.device)
+        # One position more than the target has: rows of some drafts are rotated as if they were one position later.
+        geometries, positions = [layer.geometry for layer in spec.layers], context.max_position + 1
+        self._rotaries = RotaryTables(geometries, positions, context.dtype, context.device)
         self._load(load)
         self.quantised = checkpoint.finish()
 
@@ -115,9 +116,16 @@ class DraftModel(ABC):
     def _load(self, load: Loader) -> None:
         """Load the tensors that only this family has, for its `fuse_aux` and `forward`."""
 
+    def _load_blocks(self, load: Loader) -> None:
+        """Load the layers."""
+        spec = self.spec
+        self._layers = [
+            load_block(load, f"layers.{i}", layer, spec.norm_before_residual) for i, layer in enumerate(spec.layers)
+        ]
+
     def prepare_positions(self, positions: int) -> None:
         """Prepare rotary tables for positions below `positions`. The host calls this before a step."""
-        self._rotary.prepare_positions(positions)
+        self._rotaries.prepare_positions(positions + 1)
 
     @abstractmethod
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
@@ -165,11 +173,11 @@ class DraftModel(ABC):
         The recurrent hidden is what the next level of a draft tree reads. It is taken after the final norm if the
         spec's `recurrent` is "post", else before the norm.
         """
-        angles = self._rotary.angles_at(positions)
+        angles = self._rotaries.angles_at(positions)
         if self.spec.query_scaling is not None:
             attend = ScaledQueries(attend, positions, *self.spec.query_scaling)
         for index, layer in enumerate(self._layers):
-            hidden = layer(embedding, hidden, angles, attend, index, self._exchange)
+            hidden = layer(embedding, hidden, angles[index], attend, index, self._exchange)
         normed = hidden if self._norm is None else self._kernels.norm(hidden, self._norm, self.spec.layer.eps)
         return normed, normed if self.spec.recurrent == "post" else hidden
 

@@ -4,6 +4,7 @@ Shape legend: T rows, H hidden. A layer reads and writes the KV cache only throu
 only through a `TokenExchange`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,3 +105,30 @@ class DecoderLayer:
 
     def _normed(self, out: Tensor, weight: Tensor | None) -> Tensor:
         return out if weight is None else self.kernels.norm(out, weight, self.eps)
+
+
+def run_layers(
+    layers: Sequence[DecoderLayer],
+    hidden: Tensor,
+    angles: Sequence[Angles],
+    attend: Attend,
+    exchange: TokenExchange,
+    own_inputs: Tensor | None = None,
+    boundaries: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Run `layers` on the residual stream `hidden` `[T, H]`. `angles` has those of each layer, and `own_inputs`
+    `[T, L, P]` the inputs of each.
+
+    Return two tensors, whose sum is the residual stream that leaves the last layer (see `DecoderLayer`), and the
+    residual stream that enters each layer whose number is in `boundaries`.
+    """
+    aux: list[Tensor] = []
+    # The residual stream is `hidden` + `residual_update`: `add_norm` adds them, in one kernel with the norm.
+    residual_update: Tensor | None = None
+    for index, layer in enumerate(layers):
+        hidden, normed = layer.kernels.add_norm(hidden, residual_update, layer.input_norm, layer.eps)
+        if index in boundaries:
+            aux.append(hidden)
+        own_input = None if own_inputs is None else own_inputs[:, index]
+        hidden, residual_update = layer(hidden, normed, angles[index], attend, index, exchange, own_input)
+    return hidden, residual_update, aux

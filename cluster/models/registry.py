@@ -9,14 +9,16 @@ from cluster.models.context import ModelContext
 from cluster.models.draft import DraftModel
 from cluster.models.eagle1 import Eagle1Draft
 from cluster.models.eagle3 import Eagle3Draft
+from cluster.models.frozen_kv import FrozenKvDraft
 from cluster.models.target import DecoderTarget, read_embed_and_head, target_checkpoint
 from cluster.models.vocab import select_head_columns
 
-DRAFTS: dict[Kind, type[Eagle3Draft] | type[Eagle1Draft]] = {
+DRAFTS: dict[Kind, type[Eagle3Draft] | type[Eagle1Draft] | type[FrozenKvDraft]] = {
     "eagle3": Eagle3Draft,
     "eagle1": Eagle1Draft,
     "mistral": Eagle1Draft,
     "mtp": Eagle1Draft,
+    "frozen_kv": FrozenKvDraft,
 }
 
 

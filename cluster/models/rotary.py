@@ -3,11 +3,12 @@ the two halves of a head.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from cluster.arch import Rope
+from cluster.arch import LayerGeometry, Rope
 from cluster.config import ConfigError
 from cluster.kernels.interface import Angles
 from cluster.kv.pool import zeros
@@ -109,6 +110,28 @@ class RotaryTable:
         angle = positions[:, None].to(inverse.dtype) * inverse
         magnitude = 1.0 if rope.yarn is None else rope.yarn.attention_factor
         return angle.cos() * magnitude, angle.sin() * magnitude
+
+
+class RotaryTables:
+    """The rotary tables of a model's layers: one for each rope and width that its layers have."""
+
+    def __init__(
+        self, layers: Sequence[LayerGeometry], positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate tables of `positions` rows; see `RotaryTable`."""
+        ropes = list(dict.fromkeys((layer.rope, layer.rope_dim) for layer in layers))
+        self._tables = [RotaryTable(*rope, positions, dtype, device) for rope in ropes]
+        self._table_of = [ropes.index((layer.rope, layer.rope_dim)) for layer in layers]
+
+    def prepare_positions(self, positions: int) -> None:
+        """Prepare all tables for positions below `positions`. The host calls this before a step."""
+        for table in self._tables:
+            table.prepare_positions(positions)
+
+    def angles_at(self, positions: Tensor) -> list[Angles]:
+        """Return for each layer cos and sin for rows at `positions` `[T]`."""
+        angles = [table.angles_at(positions) for table in self._tables]
+        return [angles[index] for index in self._table_of]
 
 
 def half_split(weight: Tensor, heads: int, num_rotated: int | None = None) -> Tensor:

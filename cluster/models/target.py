@@ -2,17 +2,17 @@
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from cluster.arch import TargetArch
 from cluster.models.attention import Attend, ScaledQueries
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.context import UNSHARDED, ModelContext
+from cluster.models.layer import run_layers
 from cluster.models.layer_inputs import load_layer_inputs
 from cluster.models.load import Loader
-from cluster.models.rotary import RotaryTable
-from cluster.models.vocab import Embedding, Head, ShardedLogits, load_embedding, load_head, tied_head
+from cluster.models.rotary import RotaryTables
+from cluster.models.vocab import Embedding, Head, ShardedLogits, load_embedding, load_head, scale_of, tied_head
 
 
 class DecoderTarget:
@@ -34,14 +34,8 @@ class DecoderTarget:
         self._norm = load.norm("norm.weight", arch.hidden, first.unit_offset)
         self._head = _head(load, arch, self._embed)
         self.quantised = checkpoint.finish()
-        ropes = list(dict.fromkeys((g.rope, g.rope_dim) for g in arch.layers))
-        self._rotaries = [RotaryTable(*rope, context.max_position, dtype, device) for rope in ropes]
-        self._rope_of = [ropes.index((g.rope, g.rope_dim)) for g in arch.layers]
-        # The scale is rounded to float32, then to the compute dtype. It is not rounded if that is float64.
-        scale = arch.embed_scale
-        self._embed_scale = None if scale is None else torch.tensor(scale).to(device, dtype)
-        if scale is not None and dtype == torch.float64:
-            self._embed_scale = torch.tensor(scale, dtype=dtype, device=device)
+        self._rotaries = RotaryTables(arch.layers, context.max_position, dtype, device)
+        self._embed_scale = scale_of(arch.embed_scale, dtype, device)
 
     @property
     def exchange_calls(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
@@ -57,8 +51,7 @@ class DecoderTarget:
 
     def prepare_positions(self, positions: int) -> None:
         """Prepare rotary tables for positions below `positions`. The host calls this before a step."""
-        for rotary in self._rotaries:
-            rotary.prepare_positions(positions)
+        self._rotaries.prepare_positions(positions)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, boundaries: tuple[int, ...]
@@ -71,20 +64,12 @@ class DecoderTarget:
         if self._embed_scale is not None:
             hidden = hidden * self._embed_scale
         own_inputs = None if self._layer_inputs is None else self._layer_inputs(token_ids, hidden)
-        angles = [rotary.angles_at(positions) for rotary in self._rotaries]
+        angles = self._rotaries.angles_at(positions)
         if self.arch.query_scaling is not None:
             attend = ScaledQueries(attend, positions, *self.arch.query_scaling)
-        aux: list[Tensor] = []
-        # The residual stream is `hidden` + `residual_update`: `add_norm` adds them, in one kernel with the norm.
-        residual_update: Tensor | None = None
-        for index, layer in enumerate(self._layers):
-            hidden, normed = self._kernels.add_norm(hidden, residual_update, layer.input_norm, layer.eps)
-            if index in boundaries:
-                aux.append(hidden)
-            hidden, residual_update = layer(
-                *(hidden, normed, angles[self._rope_of[index]], attend, index, self._exchange),
-                None if own_inputs is None else own_inputs[:, index],
-            )
+        hidden, residual_update, aux = run_layers(
+            self._layers, hidden, angles, attend, self._exchange, own_inputs, boundaries
+        )
         hidden, normed = self._kernels.add_norm(hidden, residual_update, self._norm, self.arch.layer.eps)
         if self.arch.num_layers in boundaries:
             aux.append(hidden)

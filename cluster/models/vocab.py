@@ -80,6 +80,17 @@ class Head:
         return ShardedLogits(values, self.vocab, self.start, first_row, exchange.shards)
 
 
+def scale_of(scale: float | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Return what multiplies an embedding, as a tensor of `dtype`; None if `scale` is None. The scale is rounded to
+    float32, then to `dtype`. It is not rounded if that is float64.
+    """
+    if scale is None:
+        return None
+    if dtype == torch.float64:
+        return torch.tensor(scale, dtype=dtype, device=device)
+    return torch.tensor(scale).to(device, dtype)
+
+
 def load_embedding(load: Loader, name: str, vocab: int, hidden: int) -> Embedding:
     """Return this rank's shard of the embedding `name` `[V, H]`."""
     shard = load.sharding.vocab

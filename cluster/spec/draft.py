@@ -202,14 +202,19 @@ def run_level(
     """Run one level of K rows per request, `tokens` `[R, K]` with `hidden` `[R, K, H]`; return the rows' logits and
     recurrent hidden.
 
-    `bits` `[R or 1, K, ceil(level K / 32)]` is the ancestor mask: bit j says whether a row sees window slot j.
+    `bits` `[R or 1, K, ceil(level K / 32)]` is the ancestor mask: bit j says whether a row sees window slot j. A draft
+    that keeps no KV sees no slots of the window, and the rows of all its levels are at the position of level 1.
     """
     r, k = tokens.shape
     # Row j of level l is in window slot (l - 1) K + j. The KV written here is temporary: the extend phase writes the KV
     # of committed tokens.
     written_slots = batch.window[:, (level - 1) * k : level * k].reshape(-1)
-    attention = AttentionMetadata(written_slots, batch.tree(bits, level * k))
     positions = (batch.seq_lens + (level - 1)).repeat_interleave(k)
+    if runner.model.spec.kind == "frozen_kv":
+        positions = (batch.seq_lens - 1).repeat_interleave(k)
+        # Idle requests have no committed tokens. They see their nodes, because attention to nothing may give NaN.
+        bits = torch.where(batch.seq_lens[:, None, None] > 0, 0, bits)
+    attention = AttentionMetadata(written_slots, batch.tree(bits, level * k))
     hidden_rows = hidden.reshape(r * k, hidden.shape[-1])
     normed, recurrent = runner.forward(tokens.reshape(-1), positions, hidden_rows, attention)
     return runner.logits(normed), recurrent.view(r, k, recurrent.shape[-1])

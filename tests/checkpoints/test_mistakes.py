@@ -173,7 +173,7 @@ def test_kv_pool_of_another_runner_lowers_acceptance(monkeypatch: pytest.MonkeyP
         kind = PoolKind(runner.pools.slots, gather, gather.table)
         pool, attention = bind_attention([layer], kind, runner.pools.dtype, False, TorchKernels())
         pool.kv.normal_(0, 3, generator=torch.Generator().manual_seed(5))
-        wrong_runner = replace(runner, pools=LayerPools([pool], kind.slots), attention=attention)
+        wrong_runner = replace(runner, pools=LayerPools([pool], kind.slots, runner.pools.dtype), attention=attention)
         original_draft = draft.draft
 
         def draft_with_wrong_pool(*args):  # type: ignore[no-untyped-def]

@@ -11,7 +11,8 @@ from tests.distributed.gang import Case
 from tests.distributed.test_parity import RanksFactory, config
 from tests.distributed.workload import workload
 from tests.parity.pairs import algorithm_of, draft_of
-from tests.support.families import VOCAB
+from tests.support.families import VOCAB, family_checkpoint
+from tests.support.gemma4_assistant import assistant
 from tests.support.loading import check_draft
 from tests.support.tiny_checkpoints import target_folder
 
@@ -85,6 +86,28 @@ def check_draft_on_mesh(ranks: RanksFactory, draft: str, mesh: str, request_coun
 @pytest.mark.parametrize(("draft", "mesh"), FAST)
 def test_two_ranks_match_one_rank_for_selected_drafts(ranks: RanksFactory, draft: str, mesh: str) -> None:
     check_draft_on_mesh(ranks, draft, mesh)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        mesh if mesh in ("tp, sharded", "dp, padded") else pytest.param(mesh, marks=pytest.mark.slow)
+        for mesh in MESHES
+        if mesh != "tp, replicated"
+    ],
+)
+def test_two_ranks_match_one_rank_for_a_draft_that_reads_the_cells_of_the_target(
+    ranks: RanksFactory, mesh: str
+) -> None:
+    """The target has inputs of its layers too, and the draft another width than the target."""
+    (dp, settings), (folder, _) = MESHES[mesh], assistant()
+    target = family_checkpoint("gemma4", "layers that borrow, with inputs of their own").folder
+    actions = workload(7, dp, REQUESTS, vocab=VOCAB, horizon=16, max_prompt_tokens=30, max_new_tokens=14)
+    config_settings = settings | {"tp_size": 2, "attn_dp_size": dp, "speculative_algorithm": "NEXTN"}
+    tally = check(ranks(2), Case(config(target, folder, **config_settings), actions))
+    assert not tally.mismatches, tally.mismatches
+    assert tally.compared_requests == tally.compared_trees == REQUESTS
+    assert dp == 1 or tally.idle_rank_steps > 0
 
 
 def test_weaker_draft_on_one_rank_is_detected_as_a_mismatch(ranks: RanksFactory) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from cluster.arch.draft.eagle1 import read_eagle1
 from cluster.arch.draft.eagle3 import read_eagle3
 from cluster.arch.draft.facts import FactResolver, aux_boundaries
+from cluster.arch.draft.gemma4 import read_gemma4_assistant
 from cluster.arch.draft.mistral import read_mistral
 from cluster.arch.draft.mtp import read_mtp
 from cluster.arch.draft.recognise import has_mistral_names, recognise_kind
@@ -24,6 +25,7 @@ READERS: dict[Kind, Callable[[str, ConfigKeys, Shapes, TargetArch, FactResolver]
     "eagle3": read_eagle3,
     "mistral": read_mistral,
     "mtp": read_mtp,
+    "frozen_kv": read_gemma4_assistant,
 }
 
 

@@ -30,7 +30,7 @@ REFUSED_NAMES = (
     (r"^mtp(draftmodel)?$", "speculators' MTP layer, which has MiMo's names but not its order"),
 )
 MTP_TENSORS = r"^layers\.\d+\.(eh_proj|enorm|hnorm|shared_head)\.|^mtp_layers\.\d+\.|^mtp\."
-SERVED_FORMATS = "EAGLE-1/2, EAGLE-3 and 3.1, Mistral EAGLE, and MTP layers"
+SERVED_FORMATS = "EAGLE-1/2, EAGLE-3 and 3.1, Mistral EAGLE, MTP layers, and Gemma-4's assistant"
 
 
 def _not_served(folder: str, format_name: str, evidence: str) -> ConfigError:
@@ -72,6 +72,8 @@ def recognise_kind(folder: str, data: Mapping[str, Any], shapes: Shapes) -> Kind
         return "mistral"
     if any(re.search(MTP_TENSORS, name) for name in shapes):
         return "mtp"
+    if {"pre_projection.weight", "post_projection.weight"} <= shapes.keys():
+        return "frozen_kv"
     if not any(name.startswith("layers.0.self_attn.") for name in shapes):
         raise ConfigError(
             f"draft {folder!r} is in no known format: there is no 'layers.0.self_attn' (or 'midlayer'); served are "

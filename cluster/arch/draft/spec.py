@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from cluster.arch.layer import LayerGeometry
 from cluster.status import ChosenFact, DraftInfo
 
-Kind = Literal["eagle3", "eagle1", "mistral", "mtp"]
+Kind = Literal["eagle3", "eagle1", "mistral", "mtp", "frozen_kv"]
 HiddenNorm = Literal["hidden_norm", "input_layernorm", "none"]
 
 
@@ -47,7 +47,8 @@ class DraftSpec:
       reads embedding and hidden in `concat_order`; if `pair_norms`, each of the two is normed before.
     - `norm_before_residual`: the residual of a `pair` layer is the normed hidden.
     - `recurrent`: the next level of the tree reads this level's output before ("pre") or after ("post") the final norm.
-    - `embed`, `head`: the draft's own, or the target's. A `tied` head is the draft's own embedding.
+    - `embed`, `head`: the draft's own, or the target's. A `tied` head is the draft's own embedding. `embed_scale`
+      multiplies the embedding; None: nothing does.
     - `vocab_map`: the draft ranks (has logits of) the ids of its `d2t`. `token_map`: it ranks the ids of a separate
       file. Otherwise it ranks all target ids.
     - `zero_first`: the embedding is zero in the first row of each sequence, which is at position i for runner i.
@@ -56,6 +57,8 @@ class DraftSpec:
     - `runners`: the number of draft models, each with these `layers`. One runner drafts all levels of a tree; of
       several, each drafts one level. If `chained`, runner i reads the output of runner i - 1, otherwise the target's
       hidden.
+    - A draft of kind `frozen_kv` keeps no KV. Each of its layers reads the keys and values of the target's layer
+      `LayerGeometry.borrows`. The rows of all levels of a tree see the committed tokens only.
     - `choices`: the conventions that tensors cannot show, with the source of each. `doubts`: what is odd in the draft.
     - `tensor_name_rules`: (pattern, replacement) pairs, applied in order, that turn the name of a tensor in the model
       into its name in the checkpoint; {index} is `first_index` plus the runner's number.
@@ -80,6 +83,7 @@ class DraftSpec:
     final_norm: bool = True
     recurrent: Literal["pre", "post"] = "pre"
     embed: Literal["own", "target"] = "target"
+    embed_scale: float | None = None
     head: Literal["own", "target", "tied"] = "target"
     vocab_map: bool = False
     token_map: tuple[int, ...] = ()
@@ -98,7 +102,7 @@ class DraftSpec:
         """The value of `speculative_algorithm` for this kind of draft."""
         if self.kind == "eagle3":
             return "EAGLE3"
-        return "NEXTN" if self.kind == "mtp" else "EAGLE"
+        return "NEXTN" if self.kind in ("mtp", "frozen_kv") else "EAGLE"
 
     @property
     def num_layers(self) -> int:
@@ -112,8 +116,10 @@ class DraftSpec:
 
     @property
     def hidden(self) -> int:
-        """The draft's width: the width of the hidden state that a draft layer reads and returns."""
-        return self.layer.hidden
+        """The width of the hidden state that the draft reads and returns. It is the width of its layers, except for a
+        draft that keeps no KV: that one reads and returns hidden states of the target's width.
+        """
+        return self.target_hidden if self.kind == "frozen_kv" else self.layer.hidden
 
     @property
     def use_aux_hidden_state(self) -> bool:

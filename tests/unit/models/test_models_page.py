@@ -6,6 +6,7 @@ from cluster.arch import read_target
 from tests.checkpoints.speculators.registry import rows as speculators_rows
 from tests.distributed import test_drafts
 from tests.support.families import FAMILIES, family_checkpoint
+from tests.support.gemma4_assistant import REGISTRY_ROW
 from tests.unit.models.draft_cases import CASES
 from tests.unit.models.mtp_cases import LISTS
 
@@ -18,6 +19,7 @@ def drafts() -> list[str]:
     for name, case in (CASES | LISTS).items():
         rank_counts = "2 and 4" if name in test_drafts.LISTS else "2" if name in test_drafts.DRAFTS else ""
         rows.append(f"| {case.family} | {case.description} | {case.source} | {rank_counts} |")
+    rows.append(f"| {' | '.join(REGISTRY_ROW)} |")
     return rows + [f"| {family} | {description} | {source} |  |" for family, description, source in speculators_rows()]
 
 
