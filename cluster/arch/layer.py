@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cluster.arch.cell import Cell
 from cluster.arch.keys import ConfigKeys
@@ -30,6 +30,17 @@ class LatentSizes:
     eps: float = 1e-6
 
 
+class QueryScaling(NamedTuple):
+    """Queries at position p are multiplied by 1 + beta log(1 + (p + offset) // length), in the layers whose numbers are
+    in `layers` (None: in all).
+    """
+
+    length: int
+    beta: float
+    offset: int = 0
+    layers: tuple[int, ...] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Moe:
     """A mixture of `experts` MLPs with `intermediate` columns each; `active` of them are used per token.
@@ -43,14 +54,16 @@ class Moe:
     - `router_bias`: the projection that computes the scores has a bias.
     - `shared`: the width of an MLP that every token uses (a shared expert); 0 if there is none.
     - `shared_gate`: the output of the shared expert is multiplied by the sigmoid of a learnt projection of the token.
+    - `scales_inputs`: the weights of the chosen experts multiply the rows that enter them, not their outputs (Llama-4).
     - `normed_router`: the router reads the rows after an RMSNorm of its own, divided by the square root of the hidden
       size (Gemma-4). `expert_scale`: the weight of each chosen expert is multiplied by a learnt number of that expert.
     - `beside_mlp`: the layer also has its dense MLP. Both read the residual stream through norms of their own, and the
       norms of both outputs are added (Gemma-4).
     - `storage`: `separate` if each matrix of each expert is a tensor of the checkpoint; `stacked` if three tensors hold
       the gates, ups and downs of all experts, `[E, outputs, inputs]`; `joined` if one tensor holds all gates and ups
-      `[E, 2 I, H]`, the gates of an expert before its ups, and another the downs; `interleaved` if gates and ups
-      alternate in one tensor and another holds the downs, both with biases (gpt-oss).
+      `[E, 2 I, H]`, the gates of an expert before its ups, and another the downs; `transposed` if these two are
+      `[E, inputs, outputs]` (Llama-4); `interleaved` if gates and ups alternate in one tensor and another holds the
+      downs, both with biases (gpt-oss).
     - `clamp`: (alpha, limit) of the clamped SwiGLU of gpt-oss; None for plain SwiGLU.
     - `limit`: gates, after silu, are at most this, and ups are between -limit and limit; None: no limit.
     """
@@ -67,10 +80,11 @@ class Moe:
     router_bias: bool = False
     shared: int = 0
     shared_gate: bool = False
+    scales_inputs: bool = False
     normed_router: bool = False
     expert_scale: bool = False
     beside_mlp: bool = False
-    storage: Literal["separate", "stacked", "joined", "interleaved"] = "separate"
+    storage: Literal["separate", "stacked", "joined", "transposed", "interleaved"] = "separate"
     clamp: tuple[float, float] | None = None
     limit: float | None = None
 
@@ -80,10 +94,12 @@ class LayerGeometry:
     """One decoder layer: attention heads of `head_dim`, and a gated MLP of width `intermediate`, or `moe`.
 
     - `attention_bias`: q, k and v have biases. `out_bias`: the attention output has a bias.
-    - `sliding_window`: a row sees this many tokens, itself included; if None, all tokens.
+    - `sliding_window`: a row sees this many tokens, itself included; if None, all tokens. If `chunked`, the text is
+      cut into chunks of this many tokens, and a row sees the tokens of its own chunk (Llama-4).
+    - `rotated`: q and k are rotated.
     - `scale`: factor of attention logits; if None, `head_dim ** -0.5`.
     - `sinks`: one learnt logit per head joins the softmax.
-    - `qk_norm`: RMSNorm per head before rope.
+    - `qk_norm`: RMSNorm per head before rope. `bare_qk_norm`: the same without weights.
     - `unit_offset`: norms scale by 1 + weight.
     - `sandwich`: there are norms before and after attention, and before and after the MLP.
     - `interleaved`: the checkpoint's q and k expect rope over neighbouring pairs.
@@ -112,9 +128,12 @@ class LayerGeometry:
     out_bias: bool = False
     rope: Rope = DEFAULT_ROPE
     sliding_window: int | None = None
+    chunked: bool = False
+    rotated: bool = True
     scale: float | None = None
     sinks: bool = False
     qk_norm: bool = False
+    bare_qk_norm: bool = False
     unit_offset: bool = False
     sandwich: bool = False
     interleaved: bool = False
@@ -136,6 +155,11 @@ class LayerGeometry:
     def softmax_scale(self) -> float:
         """The factor that multiplies attention logits."""
         return float(self.head_dim**-0.5) if self.scale is None else self.scale
+
+    @property
+    def visible_span(self) -> int | None:
+        """The size of the sliding window as attention kernels take it: negative if it is that of a chunk."""
+        return -self.sliding_window if self.chunked and self.sliding_window is not None else self.sliding_window
 
     @property
     def cell(self) -> Cell:

@@ -10,6 +10,7 @@ from cluster.arch.families.gemma4 import gemma4
 from cluster.arch.families.glm import glm4_moe
 from cluster.arch.families.gpt_oss import gpt_oss
 from cluster.arch.families.llama import llama, ministral3, mistral
+from cluster.arch.families.llama4 import llama4
 from cluster.arch.families.mimo import mimo_v2
 from cluster.arch.families.mistral_native import mistral_native
 from cluster.arch.families.mixtral import mixtral
@@ -24,6 +25,7 @@ from cluster.config import ConfigError
 
 FAMILIES: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     "LlamaForCausalLM": llama,
+    "Llama4ForCausalLM": llama4,
     "MistralForCausalLM": mistral,
     "Ministral3ForCausalLM": ministral3,
     "Qwen2ForCausalLM": qwen2,

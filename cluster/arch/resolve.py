@@ -149,7 +149,7 @@ def check_models(
     target_moe, draft_moe = resolved.experts
     check_expert_shards(config.ep_size, target_moe, draft_moe if resolved.draft_is_sharded else None)
     _check_split(resolved, "the target", resolved.target.layers)
-    reads_target_kv = resolved.draft is not None and resolved.draft.kind == "frozen_kv"
+    reads_target_kv = resolved.draft is not None and not resolved.draft.keeps_kv
     if reads_target_kv and not resolved.draft_is_sharded and resolved.group_size > 1:
         raise ConfigError(
             "speculative_draft_parallel replicated is not possible with this draft: it reads the target's keys and "

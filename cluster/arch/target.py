@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.arch.keys import ConfigKeys, dtype_of, read_json
-from cluster.arch.layer import LayerGeometry
+from cluster.arch.layer import LayerGeometry, QueryScaling
 from cluster.arch.rope import max_positions_of
 from cluster.config import ConfigError
 
@@ -25,8 +25,7 @@ class TargetArch:
     - `ignored_patterns`: patterns of stored tensors that the target does not use (a vision tower, an MTP draft).
     - `layer_input_vocab`: the number of token ids that have inputs for each layer (`LayerGeometry.layer_input`); 0 if
       layers have none.
-    - `query_scaling` (length, beta): queries at position p are multiplied by 1 + beta log(1 + p // length); None:
-      they are not scaled.
+    - `query_scaling`: how queries are scaled with their position; None: they are not.
     """
 
     family: str
@@ -40,7 +39,7 @@ class TargetArch:
     softcap: float | None = None
     tensor_name_rules: tuple[tuple[str, str], ...] = ()
     ignored_patterns: tuple[str, ...] = ()
-    query_scaling: tuple[int, float] | None = None
+    query_scaling: QueryScaling | None = None
     layer_input_vocab: int = 0
 
     @property

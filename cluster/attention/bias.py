@@ -70,11 +70,14 @@ class Visibility:
         depths = self.visible.cumsum(-1)
         slot_labels = committed_lens[:, None, None] + depths - 1
         row_label = slot_labels[..., -1:]
-        # The lowest label that the row sees: own - window + 1, and `first` for rows at `first` or above. It is never
-        # below 0, so padding cells, labelled -1, are always masked.
-        lowest_label = (
-            torch.zeros_like(row_label) if sliding_window is None else (row_label - (sliding_window - 1)).clamp_(min=0)
-        )
+        # The lowest label that the row sees: own - window + 1, or the first of its chunk. For rows at `first` or above
+        # it is at least `first`. It is never below 0, so padding cells, labelled -1, are always masked.
+        if sliding_window is None:
+            lowest_label = torch.zeros_like(row_label)
+        elif sliding_window < 0:
+            lowest_label = (row_label - row_label.remainder(-sliding_window)).clamp_(min=0)
+        else:
+            lowest_label = (row_label - (sliding_window - 1)).clamp_(min=0)
         if self.first:
             lowest_label = torch.where(row_label >= self.first, lowest_label.clamp(min=self.first), lowest_label)
         return mask_bias(

@@ -8,8 +8,9 @@ from cluster.kv.pool import KVPool
 
 class AttentionShape(NamedTuple):
     """Attention with `heads` query heads. `sliding_windows` has for each layer the number of tokens that a row sees,
-    itself included; None means all. If it is empty, no layer has a sliding window. Scores are multiplied by `scale`
-    (None: d ** -0.5, where d is the width of a key). The widths of keys and values are those of the pool's `Cell`.
+    itself included; None means all. A negative number -c cuts the text into chunks of c tokens, and a row sees the
+    tokens of its own chunk. If it is empty, all rows see all tokens. Scores are multiplied by `scale` (None: d ** -0.5,
+    where d is the width of a key). The widths of keys and values are those of the pool's `Cell`.
     """
 
     heads: int

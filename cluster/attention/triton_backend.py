@@ -44,7 +44,7 @@ class PrefixAttention(NamedTuple):
 class LayerCall(NamedTuple):
     """One call of attention: q `[T, nh, d]` over a layer's cells in `memory` -> `out` `[T, nh * dv]`. `nonfinite_rows`
     `[T]` marks rows whose own new cells are not finite. `first` is as in `AttentionMetadata`; `window` is the sliding
-    window, 0 for none.
+    window as in `AttentionShape`, 0 for none.
     """
 
     q: Tensor
@@ -200,7 +200,8 @@ class TritonAttention:
             MASK_WORDS=mask_words,
             SPLITS=splits,
             SKIP_PREFIX=prefix is not None,
-            HAS_LOWER_LIMIT=max(call.window, call.first) > 0 or prefix is not None,
+            HAS_LOWER_LIMIT=call.window != 0 or call.first > 0 or prefix is not None,
+            IS_CHUNKED=call.window < 0,
             MAX_CHUNKS=1,
             **blocks.constants,
             **self._constants,
@@ -272,7 +273,8 @@ class TritonAttention:
             MASK_WORDS=1,
             SPLITS=1,
             SKIP_PREFIX=False,
-            HAS_LOWER_LIMIT=max(call.window, call.first) > 0,
+            HAS_LOWER_LIMIT=call.window != 0 or call.first > 0,
+            IS_CHUNKED=call.window < 0,
             MAX_CHUNKS=next_power_of_2(chunks),
             **blocks.constants,
             **self._constants,

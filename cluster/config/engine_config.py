@@ -24,12 +24,14 @@ KV_SIZE_SETTINGS = ("max_total_tokens", "kv_cache_gb", "mem_fraction_static")
 DRAFT_FACTS: dict[str, tuple[Any, ...]] = {
     "aux_numbering": ("outputs", "boundaries"),
     "recurrent": ("pre", "post"),
+    "target_hidden": ("pre", "post"),
     "norm_before_residual": (False, True),
     "rope_layout": ("neox", "interleaved"),
 }
 """Values of `speculative_draft_overrides`. `aux_numbering`: aux layer ids count layer outputs (0: output of layer 0) or
 layer inputs (boundaries; 0: input of layer 0). `recurrent`: the next level reads the hidden state before or after the
-final norm. `norm_before_residual`: whether layer 0's residual is the normed hidden state. `rope_layout`: rotary pairs
+final norm. `target_hidden`: an MTP layer reads the target's hidden state before or after the target's final norm.
+`norm_before_residual`: whether layer 0's residual is the normed hidden state. `rope_layout`: rotary pairs
 are half-split (neox) or neighbours (interleaved)."""
 
 

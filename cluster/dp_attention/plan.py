@@ -298,12 +298,11 @@ class ExpertParallel(NamedTuple):
 class Ops(NamedTuple):
     """The exchange methods that one forward of a model calls (`forward`) and that its head calls (`head`), in order.
 
-    `width` is the model's hidden size, `columns` the number of logits per row of a rank's shard of the head.
-    `embed_width` is the width of the embedding if it is another one; otherwise 0. A
-    multi-layer draft has `runners` models. At level l of a tree, model l runs the rows of levels 1 to l. In the extend
-    phase all models run. `sharded` lists the calls that follow a sharded head; it is None if the head is not sharded.
-    `expert_parallel` lists the calls that replace the placeholder `EXPERT_CALLS`; it is None if the model is not
-    expert-parallel.
+    `width` is the model's hidden size, `embed_width` the width of its embedding if that is another one (otherwise 0),
+    `columns` the number of logits per row of a rank's shard of the head. A multi-layer draft has `runners` models. At
+    level l of a tree, model l runs the rows of levels 1 to l. In the extend phase all models run. `sharded` lists the
+    calls that follow a sharded head; it is None if the head is not sharded. `expert_parallel` lists the calls that
+    replace the placeholder `EXPERT_CALLS`; it is None if the model is not expert-parallel.
     """
 
     forward: tuple[str, ...] = ()

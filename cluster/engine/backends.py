@@ -197,7 +197,7 @@ def bind_to_target(
         if not own_layers:
             continue
         first, *_ = own_layers.values()
-        kind, windows = kinds[windowed], {layer.borrows: layer.sliding_window for layer in own_layers.values()}
+        kind, windows = kinds[windowed], {layer.borrows: layer.visible_span for layer in own_layers.values()}
         pages = kind.gather if backend == "torch" else kind.table
         shape = AttentionShape(first.heads, tuple(windows.get(index) for index in indices), first.scale)
         arguments = () if kernels.library is None else (kernels.library,)
@@ -230,7 +230,7 @@ def bind_attention(
         extra_arguments = (kernels.library,)
     # Attention in torch gathers cells by their slots (`Gather`); other attention reads the page table itself.
     pages = kind.gather if kernels.name == "torch" else kind.table
-    shape = AttentionShape(geometry.heads, tuple(layer.sliding_window for layer in layers), geometry.scale)
+    shape = AttentionShape(geometry.heads, tuple(layer.visible_span for layer in layers), geometry.scale)
     return pool, implementation("attention", kernels.name)(pool, pages, shape, *extra_arguments)
 
 

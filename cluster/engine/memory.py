@@ -63,7 +63,7 @@ def allocate_pages(models: RankModels, device: torch.device, pages: int, capacit
     target_layers, *draft_layers = models.layers
     is_windowed = models.is_windowed(target_layers)
     target_attention = bind_layers(target_layers, kinds, is_windowed, models.kernels, dtypes)
-    if spec is not None and spec.kind == "frozen_kv":
+    if spec is not None and not spec.keeps_kv:
         draft_attentions = [
             bind_to_target(layers, target_layers, target_attention[0], kinds, is_windowed, models.kernels)
             for layers in draft_layers

@@ -83,6 +83,9 @@ class RankModels:
         max_rows = max(resolved.chunk_rows, resolved.settings.max_running_requests * resolved.forced_shape.window)
         for index, layers in enumerate(self.layers):
             name = f"draft {index - 1}" if index else "target"
+            if index and not self.drafts[index - 1].spec.keeps_kv:
+                lines.append(f"{name}: all by Triton: its rows see only committed tokens")
+                continue
             lines += [f"{name}, {line}" for line in flashinfer.triton_layers(layers, max_rows)]
             if index > 1:
                 lines.append(f"{name}: all by Triton: rows of a later runner do not see the first cells")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cluster.arch import LatentSizes
 from cluster.arch.cell import Cell
+from cluster.arch.layer import QueryScaling
 from cluster.kernels.interface import Angles, HeadNorms, Kernels, Weight
 from cluster.models.exchange import TokenExchange
 from cluster.models.experts import RowNorm
@@ -32,14 +33,19 @@ class Attend(Protocol):
 
 
 class ScaledQueries:
-    """An `Attend` that multiplies queries at position p by 1 + beta log(1 + p // length) (Llama 4, Ministral 3)."""
+    """An `Attend` that multiplies queries by a number that grows with their position, as `QueryScaling` says (Llama 4,
+    Ministral 3).
+    """
 
-    def __init__(self, attend: Attend, positions: Tensor, length: int, beta: float) -> None:
-        self._attend = attend
-        self._query_scale = 1 + beta * torch.log1p((positions // length).double())
+    def __init__(self, attend: Attend, positions: Tensor, scaling: QueryScaling) -> None:
+        self._attend, self._layers = attend, scaling.layers
+        steps = (positions + scaling.offset) // scaling.length
+        self._query_scale = 1 + scaling.beta * torch.log1p(steps.double())
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor | None, sinks: Tensor | None = None) -> Tensor:
         """Scale the queries `q`, then attend."""
+        if self._layers is not None and layer not in self._layers:
+            return self._attend(layer, q, kv, sinks)
         return self._attend(layer, q * self._query_scale.to(q.dtype)[:, None, None], kv, sinks)
 
 
@@ -49,8 +55,8 @@ class SelfAttention:
 
     `cell` is what the pool keeps of a token: the k and v of this rank's KV heads. `value_norm` norms v of each head,
     and `value_scale` multiplies v. If `gated`, the packed projection ends with gates, `[nh, dv]` or one per head
-    `[nh, 1]`; their sigmoid multiplies the output of attention. If `borrows`, the projection has no k and v, and the
-    layer reads those of an earlier layer.
+    `[nh, 1]`; their sigmoid multiplies the output of attention. If not `rotated`, there is no rope. If `borrows`, the
+    projection has no k and v, and the layer reads those of an earlier layer.
     """
 
     kernels: Kernels
@@ -66,6 +72,7 @@ class SelfAttention:
     value_scale: float = 1.0
     value_norm: RowNorm | None = None
     borrows: bool = False
+    rotated: bool = True
 
     def __call__(self, rows: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
         """Rows `[T, in]` -> `[T, H]`. `in` is H, or 2 H in a draft layer that also reads the embedding."""
@@ -75,7 +82,8 @@ class SelfAttention:
         q_end, k_end = heads * cell.key_dim, rotated_heads * cell.key_dim
         v_end = q_end if self.borrows else q_end + cell.numbers
         packed = self.qkv(rows, self.qkv_bias)
-        self.kernels.rotate(packed[:, :k_end].view(num_rows, rotated_heads, cell.key_dim), angles, self.norms)
+        if self.rotated:
+            self.kernels.rotate(packed[:, :k_end].view(num_rows, rotated_heads, cell.key_dim), angles, self.norms)
         if self.value_norm is not None and not self.borrows:
             values = packed[:, k_end:v_end]
             values.copy_(self.value_norm(values.reshape(-1, cell.value_dim)).view_as(values))

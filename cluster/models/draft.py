@@ -175,7 +175,7 @@ class DraftModel(ABC):
         """
         angles = self._rotaries.angles_at(positions)
         if self.spec.query_scaling is not None:
-            attend = ScaledQueries(attend, positions, *self.spec.query_scaling)
+            attend = ScaledQueries(attend, positions, self.spec.query_scaling)
         for index, layer in enumerate(self._layers):
             hidden = layer(embedding, hidden, angles[index], attend, index, self._exchange)
         normed = hidden if self._norm is None else self._kernels.norm(hidden, self._norm, self.spec.layer.eps)

@@ -13,7 +13,7 @@ from cluster.models.load import Loader
 
 class Eagle1Draft(DraftModel):
     """A draft whose layers read `fc([embedding | hidden])`. In the extend phase, where the draft reads accepted tokens,
-    hidden is the target's post-norm hidden.
+    hidden is the target's, after its final norm or, in some MTP formats, before it.
     """
 
     def _load(self, load: Loader) -> None:
@@ -28,7 +28,7 @@ class Eagle1Draft(DraftModel):
             )
 
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
-        """Return `aux_hidden` unchanged: it is the target's post-norm hidden `[T, H]`."""
+        """Return `aux_hidden` unchanged: it is one hidden state of the target, `[T, H]`."""
         return aux_hidden
 
     def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:

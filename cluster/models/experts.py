@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cluster.arch import Moe
-from cluster.kernels.interface import Activation, Kernels, Stack, Weight
+from cluster.kernels.interface import Activation, Groups, Kernels, Stack, Weight
 from cluster.models.exchange import EXPERT_CALLS, ExpertRouting, TokenExchange
 from cluster.models.mlp import Mlp
 
@@ -53,7 +53,9 @@ class Gate:
         scores = self.weight(rows.to(self.weight.dtype), self.bias)
         precise_scores = scores if scores.dtype == torch.float64 else scores.float()
         scores = precise_scores.softmax(-1) if moe.scoring == "softmax" else precise_scores.sigmoid()
-        ranking = scores if self.correction is None else scores + self.correction
+        # A sigmoid rounds large numbers to equal scores, so the numbers before it decide where they alone count.
+        ranking = scores if moe.groups > 1 or moe.scoring == "softmax" else precise_scores
+        ranking = ranking if self.correction is None else scores + self.correction
         if moe.groups > 1:
             grouped = ranking.view(-1, moe.groups, moe.experts // moe.groups)
             best_groups = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1).topk(moe.top_groups, -1).indices
@@ -139,12 +141,14 @@ class Experts:
         of this rank's experts, `[T, H]`.
 
         `rows` are `[T, H]`; `weights` and the expert ids `experts` are `[T, k]`. The terms of a row are added in order
-        of expert ids.
+        of expert ids. If `Moe.scales_inputs`, the weights multiply the rows that enter an expert, and its outputs are
+        just added.
         """
         rows = rows if self.norm is None else self.norm(rows)
+        input_weights, weights = (weights, torch.ones_like(weights)) if self.gate.moe.scales_inputs else (None, weights)
         if self.local is None:
             groups = self.kernels.group(experts, self.gate.moe.experts)
-            outputs = self._expert_outputs(rows, groups.source_rows, groups.ends, groups.place_experts)
+            outputs = self._expert_outputs(rows, groups, groups.ends, groups.place_experts, input_weights)
             return self.kernels.combine(outputs, groups, weights, self.down_bias)
         first, count = self.local.first, self.local.count
         # All experts of other ranks become one extra expert, number `count`, which sorts behind all others. Nothing is
@@ -152,16 +156,23 @@ class Experts:
         local_ids = torch.where((experts < first) | (experts >= first + count), count, experts - first)
         groups = self.kernels.group(local_ids, count + 1)
         expert_of_row = groups.place_experts.clamp(max=count - 1)
-        outputs = self._expert_outputs(rows, groups.source_rows, groups.ends[:count], expert_of_row)
+        outputs = self._expert_outputs(rows, groups, groups.ends[:count], expert_of_row, input_weights)
         outputs = outputs if self.down_bias is None else outputs + self.down_bias[expert_of_row]
         return self.kernels.combine(
             outputs.masked_fill_((groups.place_experts == count)[:, None], 0.0), groups, weights, None
         )
 
-    def _expert_outputs(self, rows: Tensor, source: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
-        """Return the experts' outputs by place (`Groups`), `[T k, H]`, without the bias of `down`. `source` is the row
-        of each place, `expert` its expert, and `ends` as in `Groups`.
+    def _expert_outputs(
+        self, rows: Tensor, groups: Groups, ends: Tensor, expert: Tensor, input_weights: Tensor | None
+    ) -> Tensor:
+        """Return the experts' outputs by place of `groups`, `[T k, H]`, without the bias of `down`. `expert` is the
+        expert of each place, and `ends` as in `Groups`. `input_weights` `[T, k]` multiply the rows; None: nothing does.
         """
-        activations = self.gate_up(rows.index_select(0, source), ends)
+        rows = rows.index_select(0, groups.source_rows)
+        if input_weights is not None:
+            place_weights = torch.empty_like(input_weights.view(-1))
+            place_weights.index_copy_(0, groups.places.reshape(-1).long(), input_weights.reshape(-1))
+            rows = rows * place_weights[:, None]
+        activations = self.gate_up(rows, ends)
         activations = activations if self.gate_up_bias is None else activations + self.gate_up_bias[expert]
         return self.down(self.kernels.activate(activations, self.activation), ends)

@@ -43,9 +43,8 @@ class Loader(MlpLoader):
             qkv_bias = None if qkv_bias is None else gates_last(qkv_bias, local.heads, d)
         if g.interleaved:
             num_heads = local.heads + (local.kv_heads if g.borrows is None else 0)
-            qkv = permute_outputs(
-                qkv, lambda index: concat([half_split(index[: num_heads * d], num_heads), index[num_heads * d :]])
-            )
+            qkv = permute_outputs(qkv, lambda index: heads_half_split(index, num_heads, d))
+            qkv_bias = None if qkv_bias is None else heads_half_split(qkv_bias, num_heads, d)
         out_span = (shard.rank * local.heads * value_dim, (shard.rank + 1) * local.heads * value_dim)
         out, out_bias = self.row_parallel(
             f"{prefix}.o_proj", g.hidden, g.heads * value_dim, out_span, g.out_bias, shard
@@ -55,6 +54,9 @@ class Loader(MlpLoader):
             qkv = self.concat_outputs([qkv, self.matrix(f"{prefix}.g_proj.weight", g.heads, columns, rows=head_span)])
             qkv_bias = None if qkv_bias is None else concat([qkv_bias, qkv_bias.new_zeros(local.heads)])
         norms = None
+        if g.bare_qk_norm:
+            ones = torch.ones(d, dtype=self.dtype, device=self.device)
+            norms = HeadNorms(local.heads, ones, ones, g.eps)
         if g.qk_norm:
             normed_parts = "qk" if g.borrows is None else "qq"  # without keys, the second norm is not used
             q_norm, k_norm = (self.norm(f"{prefix}.{part}_norm.weight", d, g.unit_offset) for part in normed_parts)
@@ -77,6 +79,7 @@ class Loader(MlpLoader):
             value_scale=g.value_scale,
             value_norm=value_norm,
             borrows=g.borrows is not None,
+            rotated=g.rotated,
         )
 
     def latent(self, prefix: str, g: LayerGeometry, columns: int) -> LatentAttention:
@@ -192,6 +195,11 @@ def gates_last(packed: Tensor, heads: int, d: int) -> Tensor:
         ],
         -1,
     )
+
+
+def heads_half_split(packed: Tensor, heads: int, d: int) -> Tensor:
+    """Return `packed` `[heads d + more]` with its first `heads` heads of d numbers in the half-split layout of rope."""
+    return concat([half_split(packed[: heads * d], heads), packed[heads * d :]])
 
 
 def local_heads(g: LayerGeometry, shard: Shard) -> LayerGeometry:

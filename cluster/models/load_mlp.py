@@ -78,11 +78,13 @@ class MlpLoader(WeightLoader):
             if moe.storage == "separate":
                 return self.matrix(f"{prefix}.{expert}.{part}_proj.weight", *in_shape, rows=(start, stop))
             if moe.storage == "stacked":
-                name, shape, first = f"{prefix}.{part}_proj.weight", in_shape, 0
-            else:
-                name, shape = f"{prefix}.gate_up_proj", (2 * intermediate, g.hidden)
-                first = intermediate if part == "up" else 0
-            return self.matrix(name, num_experts, *shape, rows=(first + start, first + stop), expert=expert)
+                name = f"{prefix}.{part}_proj.weight"
+                return self.matrix(name, num_experts, *in_shape, rows=(start, stop), expert=expert)
+            first = intermediate if part == "up" else 0
+            name, span = f"{prefix}.gate_up_proj", (first + start, first + stop)
+            if moe.storage == "transposed":
+                return self.tensor(name, num_experts, g.hidden, 2 * intermediate, columns=span, expert=expert).t()
+            return self.matrix(name, num_experts, 2 * intermediate, g.hidden, rows=span, expert=expert)
 
         def gate_and_up(expert: int) -> CheckpointMatrix:
             return self.concat_outputs([in_matrix(expert, part) for part in ("gate", "up")])
@@ -90,6 +92,9 @@ class MlpLoader(WeightLoader):
         def down(expert: int) -> CheckpointMatrix:
             if moe.storage == "separate":
                 return self.matrix(f"{prefix}.{expert}.down_proj.weight", *out_shape, columns=(start, stop))
+            if moe.storage == "transposed":
+                name = f"{prefix}.down_proj"
+                return self.tensor(name, num_experts, intermediate, g.hidden, rows=(start, stop), expert=expert).t()
             name = f"{prefix}.down_proj.weight" if moe.storage == "stacked" else f"{prefix}.down_proj"
             return self.matrix(name, num_experts, *out_shape, columns=(start, stop), expert=expert)
 

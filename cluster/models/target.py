@@ -66,7 +66,7 @@ class DecoderTarget:
         own_inputs = None if self._layer_inputs is None else self._layer_inputs(token_ids, hidden)
         angles = self._rotaries.angles_at(positions)
         if self.arch.query_scaling is not None:
-            attend = ScaledQueries(attend, positions, *self.arch.query_scaling)
+            attend = ScaledQueries(attend, positions, self.arch.query_scaling)
         hidden, residual_update, aux = run_layers(
             self._layers, hidden, angles, attend, self._exchange, own_inputs, boundaries
         )

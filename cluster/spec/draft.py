@@ -210,7 +210,7 @@ def run_level(
     # of committed tokens.
     written_slots = batch.window[:, (level - 1) * k : level * k].reshape(-1)
     positions = (batch.seq_lens + (level - 1)).repeat_interleave(k)
-    if runner.model.spec.kind == "frozen_kv":
+    if not runner.model.spec.keeps_kv:
         positions = (batch.seq_lens - 1).repeat_interleave(k)
         # Idle requests have no committed tokens. They see their nodes, because attention to nothing may give NaN.
         bits = torch.where(batch.seq_lens[:, None, None] > 0, 0, bits)

@@ -42,7 +42,7 @@ def kv_memory(
     layout, pools = window_layout(layers, resolved, max_position, drafts, steps_ahead), list[str]()
     bytes_per_token = {False: buffer_bytes, True: 0}
     for number, own_layers in enumerate(runners):
-        name = f"draft {number - 1}" if number else "target"
+        name, lending = (f"draft {number - 1}", "the target's layer") if number else ("target", "layer")
         for windowed, indices in pool_layers(own_layers, [layout is not None and layout.holds(g) for g in own_layers]):
             first, token_bytes = own_layers[indices[0]], sum(cell_bytes(own_layers[i], kv_dtype) for i in indices)
             bytes_per_token[windowed] += token_bytes
@@ -51,7 +51,7 @@ def kv_memory(
                 f"{name}, layers {_ranges(indices)}: {_cell_text(first)}; {kept}; {token_bytes:,} bytes per token"
             )
         pools += [
-            f"{name}, layers {_ranges(own)}: none, because they read the keys and values of layer {lender}"
+            f"{name}, layers {_ranges(own)}: none, because they read the keys and values of {lending} {lender}"
             for lender, own in _borrowers(own_layers).items()
         ]
     page_size, window_tokens = settings.page_size, 0 if layout is None else layout.request_pages * settings.page_size

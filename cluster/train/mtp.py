@@ -125,6 +125,7 @@ def save_mtp(draft: MtpDraft, directory: Path) -> None:
         "model_type": "step3p5_mtp",
         "num_hidden_layers": first_index,
         "num_nextn_predict_layers": draft.shape.count,
+        "target_hidden": "post",  # otherwise the format means the hidden state before the target's final norm
     }
     tensors: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(draft.layers):

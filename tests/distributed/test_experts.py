@@ -18,7 +18,7 @@ from tests.support.tiny_checkpoints import draft_folder, target_folder
 from tests.unit.models.quantised_folders import quantised
 from tests.unit.models.test_quantised import packed_experts
 
-MOE_FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "mimo_v2", "gemma4_moe")
+MOE_FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "mimo_v2", "gemma4_moe", "llama4")
 FIVE_EXPERT_TARGET = ("mixtral", "three of five, window of 8")
 SHAPES: dict[str, dict[str, Any]] = {"chain": {"topk": 1, "num_steps": 3}, "tree": {"topk": 3, "num_steps": 3}}
 WORLD_VOCABULARY: dict[str, Any] = {"vocab_parallel": "world"}

@@ -18,10 +18,11 @@ KINDS = {
     "gemma3": "three local, one global",
     "deepseek_v3": "low-rank queries",
     "gemma4": "layers that borrow, with inputs of their own",
+    "llama4": "chunks of 8, every fourth layer without rope",
 }
 """By family, the config. They have, in this order: sliding windows; experts; attention sinks and biases; norms on both
-sides of a block; latent attention; layers that read the keys and values of others. The other families consist of the
-same parts.
+sides of a block; latent attention; layers that read the keys and values of others; chunks. The other families consist
+of the same parts.
 """
 MESHES: dict[str, tuple[int, dict[str, object]]] = {
     "tp": (1, {}),

@@ -53,7 +53,7 @@ def attention_on_device(case: Case) -> Tensor:
     filled = case.filled_pool()
     pool = KVPool(2, filled.slots, filled.cell, case.dtype, CUDA, filled.fp8)
     pool.kv.copy_(filled.kv)
-    attention = TritonAttention(pool, table, AttentionShape(case.heads, (None, case.window), 0.3))
+    attention = TritonAttention(pool, table, AttentionShape(case.heads, (None, case.visible_span), 0.3))
     attention.bind(to_device(case.attention_metadata()))
     out = attention(1, case.q.to(CUDA), case.kv.to(CUDA), to_device(case.sinks)).cpu()
     assert out.isfinite().all()

@@ -30,7 +30,7 @@ from tests.parity.reference import target_reference
 from tests.support.late_device import owners
 from tests.unit.models import draft_folders as write
 from tests.unit.models.draft_reference import Mtp
-from tests.unit.models.mtp_cases import MIMO_V2, STEP
+from tests.unit.models.mtp_cases import MIMO_V2, PLAIN_STEP, STEP
 from tests.unit.models.mtp_layers import WindowedMtpLayer, mimo_v2_layers, step_layers
 
 DIALECTS = ("mimo", "mimo-v2", "step", "step-3.5")
@@ -60,9 +60,8 @@ def references(dialect: str) -> list[Mtp]:
         else:
             prefix = f"layers.{4 + i}."
             head, transformer_prefix = f"{prefix}shared_head.output.weight", f"{prefix}transformer."
-            layers.append(
-                Mtp(folder, target, at=prefix, inner=transformer_prefix, parts=NEXTN, gemma=True, pre=True, head=head)
-            )
+            places = {"at": prefix, "inner": transformer_prefix, "head": head}
+            layers.append(Mtp(folder, target, **PLAIN_STEP | places))
     return layers
 
 
@@ -114,7 +113,7 @@ def recorded_trees(engine: Engine) -> Iterator[list[tuple[str, int, DraftTree]]]
 def chain_of(layers: list[Mtp], text: list[int], committed: int) -> list[int]:
     """Return the three tokens that the layers propose after `committed` tokens and the bonus token."""
     target_pass = target_reference(tiny_pair()[0]).run(text[:committed])
-    known_tokens, hidden_states = list(text[: committed + 1]), target_pass.hidden
+    known_tokens, hidden_states = list(text[: committed + 1]), layers[0].fuse(target_pass)
     for i, layer in enumerate(layers):
         logits, layer_output = layer.run(known_tokens[1 + i :], hidden_states)
         known_tokens.append(int(logits[-1].argmax()))

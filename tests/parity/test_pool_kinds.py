@@ -31,6 +31,7 @@ KINDS = {
     "all windows": ("mistral", "window of 9", "windows"),
     "two widths": ("mimo_v2", "one full KV head, two with a window", "specforge"),
     "other heads in windows": ("step3p7", "more heads in windows", "specforge"),
+    "chunks": ("llama4", "chunks of 8, every fourth layer without rope", "specforge"),
     "borrowed": ("gemma4", "layers that borrow, with inputs of their own", "specforge"),
 }
 """By kind: the family of the target, its config, and the draft."""

@@ -77,6 +77,7 @@ def wrapper_config(family: Family, config_values: dict[str, Any]) -> Any:
         "mistral3": "pixtral",
         "gemma3": "siglip_vision_model",
         "gemma4": "gemma4_vision",
+        "llama4": "llama4_vision_model",
         "step3p7": "step3p5_vision",
     }
     outer_class = getattr(transformers, family.config)

@@ -97,6 +97,16 @@ GEMMA4_MOE = {
     "top_k_experts": 3,
     "moe_intermediate_size": 12,
 }
+LLAMA4 = {
+    "head_dim": 12,
+    "intermediate_size": 12,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 8,
+    "floor_scale": 9,
+    "bos_token_id": 1,
+}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 
@@ -283,6 +293,29 @@ FAMILIES: dict[str, Family] = {
         {"published config, unused keys and values": {**GEMMA4_SMALL, **GEMMA4_MOE}},
         rewrite=write_gemma4,
     ),
+    "llama4": Family(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        LLAMA4,
+        {
+            "chunks of 8, every fourth layer without rope": rope({"rope_type": "default"}, 500000.0),
+            "dense and sparse in turn, no norms, llama3 rope": {
+                "interleave_moe_layer_step": 2,
+                "use_qk_norm": False,
+                "no_rope_layers": [1, 0, 1, 0],
+                **rope(LLAMA3, 500000.0),
+            },
+            "two of five experts, biases, sharded": {
+                "num_local_experts": 5,
+                "num_experts_per_tok": 2,
+                "attention_bias": True,
+                "attn_temperature_tuning": False,
+                "attention_chunk_size": 5,
+                "no_rope_layers": [0, 1, 1, 1],
+                "shards": True,
+            },
+        },
+    ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
@@ -421,6 +454,13 @@ FAMILIES: dict[str, Family] = {
         GEMMA4,
         {"around Gemma-4": {"image_token_id": 2 * VOCAB, **GEMMA4_SMALL}},
         text="Gemma4TextConfig",
+    ),
+    "llama4_wrapped": Family(
+        "Llama4ForConditionalGeneration",
+        "Llama4Config",
+        LLAMA4,
+        {"around Llama-4": {"image_token_index": 2 * VOCAB}},
+        text="Llama4TextConfig",
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM",

@@ -6,6 +6,7 @@ Models of `transformers` compute norms, rope angles, softmax and routing in floa
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -42,7 +43,7 @@ class Oracle:
         layer, `[T, H]` each.
         """
         stream: list[Tensor] = []
-        layers = self.model.get_decoder().layers
+        layers = decoder_of(self.model).layers
         hooks = [layer.register_forward_pre_hook(lambda _, inputs: stream.append(inputs[0][0])) for layer in layers]
         hooks.append(layers[-1].register_forward_hook(lambda _, inputs, out: stream.append(first_output(out)[0])))
         with exact(), torch.inference_mode():
@@ -61,6 +62,14 @@ class Oracle:
                 logits = self.model(input_ids=uncached_ids, past_key_values=kv_cache, use_cache=True).logits
                 tokens.append(int(logits[0, -1].argmax()))
         return tokens[len(prompt) :]
+
+
+def decoder_of(model: Any) -> Any:
+    """Return the module that has the decoder layers. Llama-4's classes return themselves as their decoder."""
+    decoder = model.get_decoder()
+    while not hasattr(decoder, "layers"):
+        decoder = decoder.language_model if hasattr(decoder, "language_model") else decoder.model
+    return decoder
 
 
 def first_output(out: Tensor | tuple[Tensor, ...]) -> Tensor:

@@ -52,8 +52,8 @@ class Shape(NamedTuple):
     """The shape of a model's layers on one rank: hidden size, heads, KV heads, head size and MLP size.
 
     If `value` is None, the cache has keys and values of `size`; otherwise it has latents, of which the first `value`
-    numbers are the values. `rotated` is how many numbers of a head are rotated (None: all). `head_norms`: heads are
-    normed before the rotation. `fp8`: the KV cache is in FP8.
+    numbers are the values. `window` is as in `AttentionShape`. `rotated` is how many numbers of a head are rotated
+    (None: all). `head_norms`: heads are normed before the rotation. `fp8`: the KV cache is in FP8.
     """
 
     hidden: int
@@ -89,6 +89,11 @@ SHAPES = {
     "MiMo-V2": Shape(4096, 64, 4, 192, 16384, value=128, rotated=64),
     "MiMo-V2, window": Shape(4096, 64, 8, 192, 2048, value=128, rotated=64, sinks=True, window=129),
     "MiMo-V2, FP8 cache": Shape(4096, 64, 4, 192, 16384, value=128, rotated=64, fp8=True),
+    "Gemma-4-E2B": Shape(1536, 8, 1, 512, 6144, head_norms=True, activation=Activation("gelu_tanh")),
+    "Gemma-4-E2B, window": Shape(
+        1536, 8, 1, 256, 12288, window=512, head_norms=True, activation=Activation("gelu_tanh")
+    ),
+    "Llama-4": Shape(5120, 40, 8, 128, 8192, window=-8192, head_norms=True),
     "GLM-4": Shape(4096, 32, 2, 128, 13696, rotated=64),
 }
 # Of trees: requests, topk, depth, nodes. Of experts: active experts, all experts, columns of their results, biases.

@@ -11,6 +11,7 @@ from tests.unit.kv.move_contract import (
     FP8_CELLS,
     check_empty_moves,
     check_fp8_moves,
+    check_one_launch_per_pool,
     check_overlapping_moves,
     check_window_pool_moves,
 )
@@ -34,3 +35,7 @@ def test_triton_kv_move_of_no_requests_changes_nothing() -> None:
 
 def test_triton_window_pool_moves_the_pages_that_it_keeps() -> None:
     check_window_pool_moves(TritonPool)
+
+
+def test_a_move_is_one_launch_for_each_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_one_launch_per_pool(TritonPool, "cluster.kv.triton_pool.launch", monkeypatch)

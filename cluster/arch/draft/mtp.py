@@ -30,8 +30,9 @@ class MtpFormat:
     """A producer's names for the tensors of an MTP layer, and the producer's conventions, which `DraftSpec` explains.
 
     `layer_prefix` precedes the names of the tensors in the decoder layer, and `prefix` precedes all other names. Both
-    may contain {index}, the layer's number. `head` is None if the format has no head of its own. `tensor_name_rules`
-    rename parts of the decoder layer.
+    may contain {index}, the layer's number. `head` is None if the format has no head of its own. `target_hidden`: the
+    hidden state of the target that the layer reads, before or after the target's final norm (SGLang's classes of these
+    targets return both). `tensor_name_rules` rename parts of the decoder layer.
     """
 
     dialect: str
@@ -47,6 +48,7 @@ class MtpFormat:
     unit_offset: bool = False
     chained: bool = False
     recurrent: Literal["pre", "post"] = "post"
+    target_hidden: Literal["pre", "post"] = "post"
     tensor_name_rules: tuple[tuple[str, str], ...] = DEEPSEEK_NAMES
 
 
@@ -68,6 +70,7 @@ STEP = replace(
     unit_offset=True,
     chained=True,
     recurrent="pre",
+    target_hidden="pre",
     zero_first=False,
     tensor_name_rules=STEP_NAMES,
 )
@@ -91,6 +94,7 @@ MIMO_V2 = MtpFormat(
     "hnorm.",
     "final_layernorm.",
     None,
+    target_hidden="pre",
     zero_first=False,
     tensor_name_rules=(*SINK_NAMES, (r"\.post_attention_layernorm\.", ".pre_mlp_layernorm.")),
 )
@@ -184,6 +188,7 @@ def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, 
     copy_patterns = [
         rf"^layers\.\d+\.{name}\.weight$" for name in ("shared_head\\.head", "embed_tokens") if not mtp_format.chained
     ]
+    target_hidden = _target_hidden(keys, mtp_format, facts)
     return DraftSpec(
         kind="mtp",
         dialect=mtp_format.dialect,
@@ -192,7 +197,8 @@ def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, 
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
         dtype=dtype_of(keys.data),
-        input_source="final_postnorm",
+        input_source="final_postnorm" if target_hidden == "post" else "aux",
+        aux_boundaries=() if target_hidden == "post" else (target.num_layers,),
         concat_order=mtp_format.concat_order,
         pair_norms=True,
         recurrent=facts.choose("recurrent", mtp_format.recurrent, f"format {mtp_format.dialect}"),
@@ -205,6 +211,20 @@ def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, 
         tensor_name_rules=names,
         ignored_patterns=(*copy_patterns, *_target_patterns(mtp_format, layer_numbers)),
     )
+
+
+def _target_hidden(keys: ConfigKeys, mtp_format: MtpFormat, facts: FactResolver) -> str:
+    """Return which hidden state of the target the draft reads: before ("pre") or after ("post") the final norm. Drafts
+    of `aerie train mtp` say so in their config.
+
+    Raises:
+        ConfigError: the config has another value.
+    """
+    configured = keys.data.get("target_hidden")
+    if configured not in (None, "pre", "post"):
+        raise keys.error(f"target_hidden must be pre or post, got {configured!r}")
+    source = f"format {mtp_format.dialect}" if configured is None else "config"
+    return str(facts.choose("target_hidden", configured or mtp_format.target_hidden, source))
 
 
 def _layer_geometry(folder: str, keys: ConfigKeys, shapes: Shapes, mtp_format: MtpFormat, number: int) -> LayerGeometry:

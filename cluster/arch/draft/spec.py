@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from cluster.arch.layer import LayerGeometry
+from cluster.arch.layer import LayerGeometry, QueryScaling
 from cluster.status import ChosenFact, DraftInfo
 
 Kind = Literal["eagle3", "eagle1", "mistral", "mtp", "frozen_kv"]
@@ -52,8 +52,7 @@ class DraftSpec:
     - `vocab_map`: the draft ranks (has logits of) the ids of its `d2t`. `token_map`: it ranks the ids of a separate
       file. Otherwise it ranks all target ids.
     - `zero_first`: the embedding is zero in the first row of each sequence, which is at position i for runner i.
-    - `query_scaling` (length, beta): queries at position p are multiplied by 1 + beta log(1 + p // length); None: they
-      are not scaled.
+    - `query_scaling`: how queries are scaled with their position; None: they are not.
     - `runners`: the number of draft models, each with these `layers`. One runner drafts all levels of a tree; of
       several, each drafts one level. If `chained`, runner i reads the output of runner i - 1, otherwise the target's
       hidden.
@@ -88,7 +87,7 @@ class DraftSpec:
     vocab_map: bool = False
     token_map: tuple[int, ...] = ()
     zero_first: bool = False
-    query_scaling: tuple[int, float] | None = None
+    query_scaling: QueryScaling | None = None
     runners: int = 1
     first_index: int = 0
     chained: bool = False
@@ -105,6 +104,11 @@ class DraftSpec:
         return "NEXTN" if self.kind in ("mtp", "frozen_kv") else "EAGLE"
 
     @property
+    def keeps_kv(self) -> bool:
+        """Whether the draft keeps keys and values of its own. If not, it reads the target's."""
+        return self.kind != "frozen_kv"
+
+    @property
     def num_layers(self) -> int:
         """Number of decoder layers of one runner."""
         return len(self.layers)
@@ -119,7 +123,7 @@ class DraftSpec:
         """The width of the hidden state that the draft reads and returns. It is the width of its layers, except for a
         draft that keeps no KV: that one reads and returns hidden states of the target's width.
         """
-        return self.target_hidden if self.kind == "frozen_kv" else self.layer.hidden
+        return self.layer.hidden if self.keeps_kv else self.target_hidden
 
     @property
     def use_aux_hidden_state(self) -> bool:

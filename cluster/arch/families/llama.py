@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cluster.arch.keys import ConfigKeys
-from cluster.arch.layer import geometry_of, with_sliding_window
+from cluster.arch.layer import QueryScaling, geometry_of, with_sliding_window
 from cluster.arch.rope import original_length, scaling_of
 from cluster.arch.target import TargetArch, target_of
 
@@ -31,5 +31,5 @@ def ministral3(keys: ConfigKeys) -> TargetArch:
     scaling, unwindowed_keys = scaling_of(keys), keys.with_data({"sliding_window": None, **keys.data})
     query_scaling = None
     if scaling.data.get("llama_4_scaling_beta"):
-        query_scaling = original_length(keys), scaling.number("llama_4_scaling_beta", 0.1)
+        query_scaling = QueryScaling(original_length(keys), scaling.number("llama_4_scaling_beta", 0.1))
     return replace(mistral(unwindowed_keys), family="Ministral3ForCausalLM", query_scaling=query_scaling)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.arch.keys import ConfigKeys
-from cluster.arch.layer import geometry_of, with_sliding_window
+from cluster.arch.layer import QueryScaling, geometry_of, with_sliding_window
 from cluster.arch.target import TargetArch, target_of
 
 NAMES = (
@@ -70,9 +70,9 @@ def mistral_native(params: ConfigKeys) -> TargetArch:
     return target_of(keys, "Mistral (native)", layers, tensor_name_rules=NAMES, query_scaling=query_scaling_values)
 
 
-def read_query_scaling(params: ConfigKeys) -> tuple[int, float] | None:
-    """Return how queries are scaled with the position, as (length, beta); None if they are not scaled."""
+def read_query_scaling(params: ConfigKeys) -> QueryScaling | None:
+    """Return how queries are scaled with the position; None if they are not scaled."""
     scaling = params.section("llama_4_scaling")
     if not scaling.data:
         return None
-    return scaling.integer("original_max_position_embeddings"), scaling.number("beta", 1.0)
+    return QueryScaling(scaling.integer("original_max_position_embeddings"), scaling.number("beta", 1.0))

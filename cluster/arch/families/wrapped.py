@@ -8,6 +8,7 @@ from cluster.arch.families.deepseek import deepseek_v3
 from cluster.arch.families.gemma3 import gemma3
 from cluster.arch.families.gemma4 import gemma4
 from cluster.arch.families.llama import llama, ministral3, mistral
+from cluster.arch.families.llama4 import llama4
 from cluster.arch.families.qwen import qwen2
 from cluster.arch.families.step import step3p5
 from cluster.arch.keys import ConfigKeys
@@ -18,6 +19,7 @@ WRAPPERS = (
     "Mistral3ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "Step3p7ForConditionalGeneration",
 )
@@ -30,6 +32,7 @@ TEXT_FAMILIES: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     "qwen2": qwen2,
     "gemma3_text": gemma3,
     "gemma4_text": gemma4,
+    "llama4_text": llama4,
     "step3p5": step3p5,
 }
 LLAMA_7B: Mapping[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}

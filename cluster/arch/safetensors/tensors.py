@@ -125,6 +125,9 @@ def _experts(prefix: str, hidden: int, moe: Moe) -> NamedShapes:
     elif moe.storage == "joined":
         yield f"{prefix}.experts.gate_up_proj", (e, 2 * i, hidden)
         yield f"{prefix}.experts.down_proj", (e, hidden, i)
+    elif moe.storage == "transposed":
+        yield f"{prefix}.experts.gate_up_proj", (e, hidden, 2 * i)
+        yield f"{prefix}.experts.down_proj", (e, i, hidden)
     elif moe.storage == "interleaved":
         yield f"{prefix}.experts.gate_up_proj", (e, hidden, 2 * i)
         yield f"{prefix}.experts.gate_up_proj_bias", (e, 2 * i)

@@ -283,7 +283,8 @@ INLINE int64_t position_of(const struct task *t, const struct aerie_attend *a, i
 
 INLINE int64_t lowest_of(const struct aerie_attend *a, int64_t own)
 {
-    int64_t low = a->window ? larger(0, own - a->window + 1) : 0;
+    /* A negative window is the size of a chunk: a row sees the tokens of its own chunk. */
+    int64_t low = a->window > 0 ? larger(0, own - a->window + 1) : a->window ? own - own % a->window : 0;
     return a->first && own >= a->first ? larger(low, a->first) : low;
 }
 

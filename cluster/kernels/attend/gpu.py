@@ -90,6 +90,7 @@ def attend(
     SPLITS: tl.constexpr,
     SKIP_PREFIX: tl.constexpr,
     HAS_LOWER_LIMIT: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     IS_WINDOW_POOL: tl.constexpr,
     LINES: tl.constexpr,
@@ -114,7 +115,8 @@ def attend(
     Prompts (`IS_PROMPT`): chunk i has the rows from `indptr[i]` on, at positions from `starts[i]` on. There are
     `chunks` chunks; `MAX_CHUNKS` is a power of two, at least `chunks`.
     If `HAS_LOWER_LIMIT`, the sliding `window`, `first` (see `AttentionMetadata`) or `prefix_lens` may hide the first
-    positions from a row. If not, a row sees all positions from 0 on.
+    positions from a row. If not, a row sees all positions from 0 on. If `IS_CHUNKED`, `window` is -c, and a row sees
+    the positions of its own chunk of c.
 
     `SCALE` is the softmax scale times log2(e). It is a constant, because a kernel takes a float argument as a float32,
     which is too coarse for float64 pools. Keys are read in two parts of `FRONT` and `BACK` numbers, because a size such
@@ -164,6 +166,8 @@ def attend(
     begin, max_first_visible = 0, 0
     if HAS_LOWER_LIMIT:
         first_visible = tl.where(window > 0, tl.maximum(last_visible - window + 1, 0), 0)
+        if IS_CHUNKED:
+            first_visible = last_visible - last_visible % -window
         first_visible = tl.where((first > 0) & (last_visible >= first), tl.maximum(first_visible, first), first_visible)
         if SKIP_PREFIX:
             first_visible = tl.maximum(first_visible, tl.load(prefix_lens + request).to(tl.int32))

@@ -71,6 +71,8 @@ class FlashInfer:
         if layer.head_dim not in self.head_sizes:
             supported = sorted(self.head_sizes)
             return Share(False, False, f"it is asked for heads of {supported} numbers, and these have {layer.head_dim}")
+        if layer.chunked:
+            return Share(False, False, "it has no attention within chunks")
         if layer.sliding_window is not None:
             return Share(False, True, "in its sliding windows a row's place counts, in a tree a node's depth")
         return Share(True, True)

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
+from cluster.arch import read_target
 from cluster.arch.families.mimo import mimo_v2_layers
 from cluster.arch.families.step import step3p5_layer
 from cluster.config import ConfigError
+from tests.parity.pairs import draft_of
 from tests.support.config_keys import config_keys
+from tests.support.loading import check_draft, read_draft_spec
+from tests.support.tiny_checkpoints import target_folder
 
 STEP: dict[str, Any] = {
     "hidden_size": 32,
@@ -86,3 +90,14 @@ def test_rope_parameters_of_mimo_without_layer_types_are_for_both() -> None:
 def test_invalid_sizes_of_mimo_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         mimo_v2_layers(config_keys(**MIMO | changes))
+
+
+@pytest.mark.parametrize("name", ["mimo-v2 x3", "step-3.5 x3"])
+def test_their_drafts_read_the_hidden_state_before_the_final_norm(name: str) -> None:
+    """SGLang's classes of these targets return it, `hidden_states_before_norm`, for their drafts."""
+    folder, target = draft_of(name), read_target(target_folder())
+    spec = check_draft(folder, target)
+    assert spec.use_aux_hidden_state and spec.aux_boundaries == (target.num_layers,)
+    assert {choice.fact: choice.value for choice in spec.choices}["target_hidden"] == "pre"
+    overridden = read_draft_spec(folder, target, {"target_hidden": "post"})
+    assert not overridden.use_aux_hidden_state and overridden.num_aux == 1

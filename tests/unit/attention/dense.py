@@ -51,11 +51,11 @@ class Case:
     `lies` is the layout of a request's pages. "run": consecutive pages. "tail": the later half of the pages alternates
     with the pages of other requests. "scattered": pages in random order.
 
-    `sunk`: there are attention sinks. `window`: the sliding window of the layer. `window_pool`: the cells are in a
-    window pool, without those that no row sees. `first`: as in `AttentionMetadata`. `d`, `values`: widths of keys and
-    of values, by default the same. `latent`: cells of latent attention. `fp8`: the cache is in FP8, and the expected
-    output uses the rounded values in the cache. `single_rows`: attention gets each tree row as a request with one row,
-    as if nodes had been selected (`spec/row_budget.py`).
+    `sunk`: there are attention sinks. `window`: the sliding window of the layer, or with `chunked` the size of its
+    chunks. `window_pool`: the cells are in a window pool, without those that no row sees. `first`: as in
+    `AttentionMetadata`. `d`, `values`: widths of keys and of values, by default the same. `latent`: cells of latent
+    attention. `fp8`: the cache is in FP8, and the expected output uses the rounded values in the cache. `single_rows`:
+    attention gets each tree row as a request with one row, as if nodes had been selected (`spec/row_budget.py`).
     """
 
     heads: int
@@ -68,6 +68,7 @@ class Case:
     latent: bool = False
     sunk: bool = False
     window: int | None = None
+    chunked: bool = False
     window_pool: bool = False
     first: int = 0
     dtype: torch.dtype = torch.float64
@@ -150,13 +151,24 @@ class Case:
         q, sinks = self.q.double(), None if self.sinks is None else self.sinks.double()
         for row, visible in enumerate(self.visible_cells()):
             row_position = len(visible) - 1  # a row can see one cell for each position up to its own
-            first_visible = max(0 if self.window is None else row_position - self.window + 1, self.first)
+            first_visible = max(self._first_visible(row_position), self.first)
             cells = cache[torch.tensor([self.slots[i][at] for i, at in visible[first_visible:]], dtype=torch.int64)]
             if row_position < self.first:
                 out.append(torch.zeros(self.heads * self.cell.value_dim, dtype=torch.float64))
                 continue
             out.append(softmax_row(q[row], *keys_values(cells, self.cell), 0.3, sinks))
         return torch.stack(out) if out else torch.zeros(0, self.heads * self.cell.value_dim, dtype=torch.float64)
+
+    def _first_visible(self, row_position: int) -> int:
+        """Return the first position that a row sees by the definition of the layer, without `first`."""
+        if self.window is None:
+            return 0
+        return row_position // self.window * self.window if self.chunked else row_position - self.window + 1
+
+    @property
+    def visible_span(self) -> int | None:
+        """The window as `AttentionShape` has it: negative if it is the size of a chunk."""
+        return -self.window if self.chunked and self.window is not None else self.window
 
     def attention_metadata(self) -> AttentionMetadata:
         requests, n, lengths = len(self.committed), len(self.parents), [stop - start for start, stop in self.chunks]
@@ -215,7 +227,7 @@ class Case:
         pool = self.filled_pool(window_map)
         table = self.table if window_map is None else WindowTable(self.table, window_map)
         gather = Gather(table, len(self.parents))
-        shape = AttentionShape(self.heads, (None, self.window), 0.3)
+        shape = AttentionShape(self.heads, (None, self.visible_span), 0.3)
         attention: AttentionBackend = TorchAttention(pool, gather, shape)
         if make is not None:
             attention = make(pool, self.table, shape)

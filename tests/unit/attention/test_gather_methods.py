@@ -35,6 +35,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "sinks": {"sunk": True},
     "window": {"window": 3},
     "wide window": {"window": 40, "sunk": True},
+    "chunks": {"window": 4, "chunked": True},
+    "wide chunks, window pool": {"window": 32, "chunked": True, "window_pool": True, "sunk": True},
     "later runners": {"first": 2},
     "later runners, window": {"first": 3, "window": 5, "latent": True, "kv_heads": 1},
     "window pool": {"window": 6, "window_pool": True},

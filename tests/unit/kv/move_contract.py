@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from cluster.arch.cell import Cell
+from cluster.kv.layer_pools import LayerPools
 from cluster.kv.pool import KVPool
 from cluster.kv.window_map import WindowMap
 
@@ -71,3 +73,21 @@ def check_window_pool_moves(create: CreatePool) -> None:
     pool.move_own_slots(torch.tensor([3, 4]), torch.tensor([4, 18]))
     expected[:, [3, 4]] = expected[:, [4, 18]]
     assert torch.equal(pool.kv, expected)
+
+
+def check_one_launch_per_pool(create: CreatePool, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a move over the pools of a model is one launch for each pool, however many layers it has. `launcher`
+    is the name by which the pool's module launches.
+    """
+    window_map = WindowMap(20, 3, CPU)
+    pools = [
+        create(5, 60, Cell(2, 8, 8), torch.float32, CPU),
+        create(3, 60, Cell(2, 24, 16), torch.float32, CPU),
+        create(1, 60, Cell(1, 40, 32, is_latent=True), torch.float32, CPU),
+        create(7, 21, Cell(2, 8, 8), torch.float32, CPU, False, window_map),
+    ]
+    launches: list[object] = []
+    monkeypatch.setattr(launcher, lambda *arguments, **_: launches.append(arguments))
+    slots = torch.arange(12).view(2, 6)
+    LayerPools(pools, 60, torch.float32).move_kv_cache(slots[:, :3], slots[:, 3:])
+    assert len(launches) == len(pools)

@@ -12,6 +12,7 @@ from tests.unit.kv.move_contract import (
     FP8_CELLS,
     check_empty_moves,
     check_fp8_moves,
+    check_one_launch_per_pool,
     check_overlapping_moves,
     check_window_pool_moves,
 )
@@ -40,3 +41,7 @@ def test_c_kv_move_of_no_requests_changes_nothing() -> None:
 
 def test_c_window_pool_moves_the_pages_that_it_keeps() -> None:
     check_window_pool_moves(c_pool)
+
+
+def test_a_move_is_one_launch_for_each_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_one_launch_per_pool(c_pool, "cluster.kv.c_pool.native", monkeypatch)

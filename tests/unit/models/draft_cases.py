@@ -5,6 +5,7 @@ must equal. The table of drafts in docs/models.md is made from this registry.
 from collections.abc import Callable
 from typing import Any
 
+from cluster.arch.layer import QueryScaling
 from tests.support.tiny_checkpoints import draft_folder, target_folder
 from tests.unit.models import draft_folders as write
 from tests.unit.models.draft_case import Case
@@ -196,7 +197,7 @@ CASES: dict[str, Case] = {
         lambda: write.mistral(llama_4_scaling={"original_max_position_embeddings": 4, "beta": 0.5}),
         Mistral,
         {"interleaved": True},
-        {"query_scaling": (4, 0.5)},
+        {"query_scaling": QueryScaling(4, 0.5)},
     ),
     "mistral-fp8": Case(
         "Mistral EAGLE",

@@ -264,10 +264,11 @@ class Mtp(Reference):
     hidden_first: the projection reads the hidden state before the embedding.
     gemma: norms multiply by 1 + weight. zero_first: the embedding of the first row is zero.
     head: the name of the draft's own head. pre: the next level reads the hidden state before the output norm.
+    before_norm: the first level reads the target's hidden state before the target's final norm.
     """
 
     def fuse(self, target_pass: TargetPass) -> Tensor:
-        return target_pass.hidden
+        return target_pass.stream[-1] if self.conventions.get("before_norm") else target_pass.hidden
 
     def run(self, next_tokens: list[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
         prefix, (embedding_norm, hidden_norm, projection, output_norm) = (

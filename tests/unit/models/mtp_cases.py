@@ -27,6 +27,7 @@ MIMO_V2 = {
     "at": "mtp.layers.0.",
     "inner": "mtp.layers.0.",
     "parts": ("enorm", "hnorm", "eh_proj", "final_layernorm"),
+    "before_norm": True,
     "window": 6,
     "renamed": {
         "final_layernorm.weight": "",
@@ -46,6 +47,7 @@ PLAIN_STEP = {
     "parts": NEXTN,
     "gemma": True,
     "pre": True,
+    "before_norm": True,
     "head": "layers.4.shared_head.output.weight",
 }
 STEP = PLAIN_STEP | {
