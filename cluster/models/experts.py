@@ -170,7 +170,7 @@ class Experts:
         """
         rows = rows.index_select(0, groups.source_rows)
         if input_weights is not None:
-            place_weights = torch.empty_like(input_weights.view(-1))
+            place_weights = input_weights.new_empty(input_weights.numel())
             place_weights.index_copy_(0, groups.places.reshape(-1).long(), input_weights.reshape(-1))
             rows = rows * place_weights[:, None]
         activations = self.gate_up(rows, ends)
