@@ -326,7 +326,8 @@ def blocks_of(pool: KVPool, lines: int, is_prompt: bool) -> Blocks:
     is_wide = pool.cell.is_latent or value_dim > 256
     if is_fp8 or pool.dtype.itemsize > 2 or (key_dim > 128 and not is_wide):
         lines = min(16 if is_wide else 64 if is_prompt or key_dim <= 128 else 32, lines)
-        needs_many_warps = lines >= 64 or value_dim >= 256
+        has_wide_sums = value_dim > 256 or (value_dim == 256 and (is_prompt or is_fp8 or pool.dtype.itemsize > 2))
+        needs_many_warps = lines >= 64 or has_wide_sums
         needs_small_tiles = key_dim > 128 or pool.dtype.itemsize > 2 or (is_fp8 and not needs_many_warps)
         tile = 16 if is_fp8 and is_wide else 32 if needs_small_tiles else 64
         return Blocks(lines, tile, 8 if needs_many_warps else 4, 2 if needs_many_warps else 3)
