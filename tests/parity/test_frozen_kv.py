@@ -16,7 +16,7 @@ from tests.parity.drafts import correct
 from tests.parity.harness import SAMPLING, config_of, make_request, run, run_one_by_one, texts_of
 from tests.support.families import VOCAB, FamilyCheckpoint, family_checkpoint
 from tests.support.gemma4_assistant import assistant, drafted_chain
-from tests.support.loading import check_draft
+from tests.support.loading import check_draft, read_draft_spec
 
 TARGETS = {
     "gemma4": "layers that borrow, with inputs of their own",
@@ -90,6 +90,11 @@ def test_an_assistant_with_clusters_computes_all_logits() -> None:
     assert (spec.kind, spec.algorithm, spec.head) == ("frozen_kv", "NEXTN", "own")
     assert check_draft(plain_folder, read_target(target.folder)).layers == spec.layers
     assert [layer.geometry.borrows for layer in spec.layers] == [0, 0, 1, 1]
+
+
+def test_an_override_of_a_fact_that_the_draft_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"has \['recurrent'\], but the only facts .* leaves open are \[\]"):
+        read_draft_spec(assistant()[0], read_target(target_of("gemma4").folder), {"recurrent": "pre"})
 
 
 @pytest.mark.parametrize(

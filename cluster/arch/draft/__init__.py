@@ -6,7 +6,7 @@ from typing import Any
 
 from cluster.arch.draft.eagle1 import read_eagle1
 from cluster.arch.draft.eagle3 import read_eagle3
-from cluster.arch.draft.facts import FactResolver, aux_boundaries
+from cluster.arch.draft.facts import OVERRIDES_SETTING, FactResolver, aux_boundaries
 from cluster.arch.draft.gemma4 import read_gemma4_assistant
 from cluster.arch.draft.mistral import read_mistral
 from cluster.arch.draft.mtp import read_mtp
@@ -45,12 +45,19 @@ def read_draft(
 
     Raises:
         ConfigError: config and tensors disagree, the draft does not fit the target, the draft's format is not served,
-            or `token_map` cannot be used. The message gives both numbers that differ, or names the format.
+            an override is of no fact that the draft leaves open, or `token_map` cannot be used. The message gives both
+            numbers that differ, or names the format.
     """
     file = "params.json" if has_mistral_names(shapes) else "config.json"
     keys = text_keys(ConfigKeys(read_json(folder, file), folder, file))
     facts = FactResolver(overrides or {})
     spec = READERS[recognise_kind(folder, keys.data, shapes)](folder, keys, shapes, target, facts)
+    if facts.unused_overrides:
+        open_facts = [choice.fact for choice in facts.choices]
+        raise ConfigError(
+            f"{OVERRIDES_SETTING} has {facts.unused_overrides}, but the only facts that draft {folder!r} "
+            f"({spec.dialect}) leaves open are {open_facts}; leave out the others"
+        )
     if spec.vocab_map:
         facts.doubts += vocabulary_map_doubts(folder, shapes, spec.draft_vocab_size, target.vocab_size)
     spec = replace(spec, choices=tuple(facts.choices), doubts=tuple(facts.doubts))

@@ -33,6 +33,11 @@ class FactResolver:
         self.choices.append(ResolvedFact(fact, value, source))
         return value
 
+    @property
+    def unused_overrides(self) -> list[str]:
+        """The overridden facts that nothing has asked for."""
+        return sorted(self._overrides.keys() - {choice.fact for choice in self.choices})
+
     def flag(self, fact: str, keys: ConfigKeys, default: bool, convention: str) -> bool:
         """Return a Boolean fact: its override or, without one, the config's key of the same name or, if that key is
         missing, `default` with the source `convention`.

@@ -24,9 +24,9 @@ CLUSTER_TENSORS = r"^masked_embedding\."
 
 
 def read_gemma4_assistant(
-    folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, facts: FactResolver
+    folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, _: FactResolver
 ) -> DraftSpec:
-    """Return the assistant of this config and these shapes.
+    """Return the assistant of this config and these shapes. It has no facts that its tensors cannot show.
 
     Raises:
         ConfigError: a value is wrong, or the draft does not fit the target; the message names what differs.
@@ -56,7 +56,7 @@ def read_gemma4_assistant(
         draft_vocab_size=vocab_size,
         dtype=dtype_of(text.with_defaults(keys.data).data),
         input_source="final_postnorm",
-        recurrent=facts.choose("recurrent", "post", "format gemma4-assistant"),
+        recurrent="post",
         embed_scale=target.embed_scale,
         head="own",
         tensor_name_rules=names,
