@@ -29,10 +29,9 @@ DRAFT_FACTS: dict[str, tuple[Any, ...]] = {
     "rope_layout": ("neox", "interleaved"),
 }
 """Values of `speculative_draft_overrides`. `aux_numbering`: aux layer ids count layer outputs (0: output of layer 0) or
-layer inputs (boundaries; 0: input of layer 0). `recurrent`: the next level reads the hidden state before or after the
-final norm. `target_hidden`: an MTP layer reads the target's hidden state before or after the target's final norm.
-`norm_before_residual`: whether layer 0's residual is the normed hidden state. `rope_layout`: rotary pairs
-are half-split (neox) or neighbours (interleaved)."""
+layer inputs (boundaries). `recurrent`: the next level reads the hidden state before or after the final norm.
+`target_hidden`: an MTP layer reads the target's hidden state before or after the target's final norm.
+`norm_before_residual`: layer 0's residual is normed. `rope_layout`: pairs are half-split (neox) or neighbours."""
 
 
 class ConfigError(ValueError):

@@ -9,7 +9,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from tests.support.family_cases import FAMILIES, LAYERS, SIZES, VOCAB, Family
+from tests.support.family_cases import FAMILIES
+from tests.support.family_sizes import LAYERS, SIZES, VOCAB, Family
 from tests.support.float64_transformers import FLOAT32, Oracle, exact
 from tests.support.published_formats import split_checkpoint
 from tests.support.tiny_checkpoints import folder_of_session

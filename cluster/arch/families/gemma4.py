@@ -26,6 +26,8 @@ DEFAULTS: dict[str, Any] = {
 """The values of these keys if a config leaves them out. They are those of `transformers`."""
 GLOBAL_HEAD_DIM, LAYER_INPUT = 512, 256
 """The width of a head of full layers, and of a layer's own input, if a config leaves them out."""
+STORED_PARTS = r"(weight\w*|bias|qweight|qzeros|scales|g_idx)"
+"""The last parts of the names of a matrix's tensors, plain or quantised."""
 NAMES = (
     (r"\.after_attention\.", ".post_attention_layernorm."),
     (r"\.before_mlp\.", ".pre_feedforward_layernorm."),
@@ -69,7 +71,7 @@ def gemma4(keys: ConfigKeys) -> TargetArch:
         softcap=None if softcap is None else keys.number("final_logit_softcapping", 1.0),
         tensor_name_rules=NAMES,
         # Published checkpoints still have keys and values of the layers that borrow.
-        ignored_patterns=(rf"^layers\.({unused})\.self_attn\.[kv]_(proj|norm)\.",) if unused else (),
+        ignored_patterns=(rf"^layers\.({unused})\.self_attn\.[kv]_(proj|norm)\.{STORED_PARTS}$",) if unused else (),
     )
 
 

@@ -14,7 +14,7 @@ from cluster.arch.target import read_eos_token_ids
 from cluster.config import ConfigError
 from tests.support.config_keys import config_keys
 from tests.support.families import family_checkpoint
-from tests.support.family_cases import rope
+from tests.support.family_sizes import rope
 from tests.support.loading import check_target
 from tests.unit.models.checkpoints import copy_of
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.families import random_model
-from tests.support.family_cases import SIZES
+from tests.support.family_sizes import SIZES
 from tests.support.float64_transformers import Oracle, exact
 from tests.support.tiny_checkpoints import folder_of_session
 from tests.unit.models.checkpoints import Tensors

@@ -21,7 +21,7 @@ from cluster.kernels.torch_kernels import TorchKernels
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.formats import Index, powers_of_two, unpack_nibbles
 from tests.support.families import random_model
-from tests.support.family_cases import SIZES
+from tests.support.family_sizes import SIZES
 from tests.support.float64_transformers import Oracle, exact
 from tests.support.loading import check_target
 from tests.support.tiny_checkpoints import folder_of_session

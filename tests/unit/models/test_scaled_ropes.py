@@ -19,7 +19,7 @@ from cluster.models import rotary
 from cluster.models.rotary import RotaryTable, frequencies
 from tests.parity.harness import GREEDY, config_of, make_request, run, speculative_engine
 from tests.support.families import family_checkpoint, random_model
-from tests.support.family_cases import DYNAMIC, LINEAR, LLAMA3, SIZES, YARN
+from tests.support.family_sizes import DYNAMIC, LINEAR, LLAMA3, SIZES, YARN
 from tests.support.float64_transformers import Oracle, exact
 from tests.support.tiny_checkpoints import draft_folder
 from tests.unit.models.checkpoints import copy_of
