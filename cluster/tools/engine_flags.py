@@ -17,7 +17,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         metavar="DRAFT",
-        help="a draft, EAGLE, EAGLE-3 or MTP layers: its folder or its name on a hub; without it, plain decoding",
+        help="a draft (EAGLE, EAGLE-3, MTP, an assistant): its folder or its name on a hub; without it, plain decoding",
     )
     for flag, _, text in TREE_FLAGS:
         parser.add_argument(f"--{flag.replace('_', '-')}", type=int, help=text)

@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model-path", "--model", metavar="MODEL", help="another way to give MODEL")
     parser.add_argument(
-        "--draft", metavar="DRAFT", help="a draft for it, EAGLE, EAGLE-3 or MTP layers: its folder or its name on a hub"
+        "--draft",
+        metavar="DRAFT",
+        help="a draft for it (EAGLE, EAGLE-3, MTP layers or an assistant): its folder or its name on a hub",
     )
     parser.add_argument(
         "--served-model-name",
