@@ -31,8 +31,8 @@ class LatentSizes:
 
 
 class QueryScaling(NamedTuple):
-    """Queries at position p are multiplied by 1 + beta log(1 + (p + offset) // length), in the layers whose numbers are
-    in `layers` (None: in all).
+    """The queries of position p are multiplied by 1 + beta log(1 + (p + offset) // length). This is done in the layers
+    whose numbers are in `layers`; if `layers` is None, in all layers.
     """
 
     length: int

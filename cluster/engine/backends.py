@@ -170,10 +170,10 @@ def bind_layers(
         places.update({layer: (len(parts), own_layer) for own_layer, layer in enumerate(indices)})
         pools.append(pool)
         parts.append(attention)
-    if len(parts) == 1 and len(places) == len(layers):
-        return LayerPools(pools, kinds[0].slots, dtypes[0]), parts[0]
-    lenders = [index if layer.borrows is None else layer.borrows for index, layer in enumerate(layers)]
     layer_pools = LayerPools(pools, kinds[0].slots, dtypes[0])
+    if len(parts) == 1 and len(places) == len(layers):
+        return layer_pools, parts[0]
+    lenders = [index if layer.borrows is None else layer.borrows for index, layer in enumerate(layers)]
     return layer_pools, LayeredAttention(parts, [places[lender] for lender in lenders])
 
 

@@ -50,12 +50,13 @@ class Gate:
         is added to the scores of the experts; it does not change their weights.
         """
         moe, rows = self.moe, rows if self.norm is None else self.norm(rows)
-        scores = self.weight(rows.to(self.weight.dtype), self.bias)
-        precise_scores = scores if scores.dtype == torch.float64 else scores.float()
-        scores = precise_scores.softmax(-1) if moe.scoring == "softmax" else precise_scores.sigmoid()
-        # A sigmoid rounds large numbers to equal scores, so the numbers before it decide where they alone count.
-        ranking = scores if moe.groups > 1 or moe.scoring == "softmax" else precise_scores
-        ranking = ranking if self.correction is None else scores + self.correction
+        logits = self.weight(rows.to(self.weight.dtype), self.bias)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
+        ranking = scores if self.correction is None else scores + self.correction
+        if moe.scoring == "sigmoid" and moe.groups == 1 and self.correction is None:
+            # The sigmoids of different large logits are rounded to equal scores. The logits are in the same order.
+            ranking = logits
         if moe.groups > 1:
             grouped = ranking.view(-1, moe.groups, moe.experts // moe.groups)
             best_groups = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1).topk(moe.top_groups, -1).indices

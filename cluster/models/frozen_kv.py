@@ -17,15 +17,15 @@ class FrozenKvDraft(DraftModel):
 
     def _load(self, load: Loader) -> None:
         width, target_width = self.spec.layer.hidden, self.spec.target_hidden
-        self._decoder_layers = [
-            load.layer(f"layers.{index}", layer.geometry) for index, layer in enumerate(self.spec.layers)
-        ]
         self._pre = load.projection("pre_projection.weight", width, 2 * target_width)
         self._post = load.projection("post_projection.weight", target_width, width)
         self._embed_scale = scale_of(self.spec.embed_scale, load.dtype, load.device)
 
     def _load_blocks(self, load: Loader) -> None:
-        """Load nothing: the layers are those of a target."""
+        """Load the layers: they are decoder layers like a target's."""
+        self._decoder_layers = [
+            load.layer(f"layers.{index}", layer.geometry) for index, layer in enumerate(self.spec.layers)
+        ]
 
     @property
     def exchange_calls(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:

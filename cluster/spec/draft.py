@@ -209,12 +209,13 @@ def run_level(
     # Row j of level l is in window slot (l - 1) K + j. The KV written here is temporary: the extend phase writes the KV
     # of committed tokens.
     written_slots = batch.window[:, (level - 1) * k : level * k].reshape(-1)
-    positions = (batch.seq_lens + (level - 1)).repeat_interleave(k)
-    if not runner.model.spec.keeps_kv:
-        positions = (batch.seq_lens - 1).repeat_interleave(k)
+    if runner.model.spec.keeps_kv:
+        positions = batch.seq_lens + (level - 1)
+    else:
+        positions = batch.seq_lens - 1
         # Idle requests have no committed tokens. They see their nodes, because attention to nothing may give NaN.
-        bits = torch.where(batch.seq_lens[:, None, None] > 0, 0, bits)
+        bits = bits.masked_fill(batch.seq_lens[:, None, None] > 0, 0)
     attention = AttentionMetadata(written_slots, batch.tree(bits, level * k))
     hidden_rows = hidden.reshape(r * k, hidden.shape[-1])
-    normed, recurrent = runner.forward(tokens.reshape(-1), positions, hidden_rows, attention)
+    normed, recurrent = runner.forward(tokens.reshape(-1), positions.repeat_interleave(k), hidden_rows, attention)
     return runner.logits(normed), recurrent.view(r, k, recurrent.shape[-1])

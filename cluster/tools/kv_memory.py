@@ -15,8 +15,8 @@ REQUEST_TOKENS = 1024, 8192, 32768, 131072
 
 
 def cell_bytes(layer: LayerGeometry, kv_dtype: str) -> int:
-    """Return the bytes of a token in one layer, 0 if the layer borrows. `kv_dtype` is a compute dtype, or an FP8
-    format.
+    """Return how many bytes the KV cache uses for one token in `layer`: 0 if the layer reads the keys and values of
+    another layer. `kv_dtype` is a compute dtype, or an FP8 format.
     """
     if layer.borrows is not None:
         return 0
@@ -71,7 +71,7 @@ def kv_memory(
 
 
 def _borrowers(layers: Sequence[LayerGeometry]) -> dict[int, list[int]]:
-    """Return the layers that borrow, by the layer whose cells they read."""
+    """Return a dict from the number of a layer to the numbers of the layers that read its keys and values."""
     borrowers = dict[int, list[int]]()
     for index, layer in enumerate(layers):
         if layer.borrows is not None:

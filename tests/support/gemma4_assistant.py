@@ -46,7 +46,7 @@ def assistant(**changes: Any) -> tuple[str, Any]:
     outer = {key: changes.pop(key) for key in OUTER_KEYS & changes.keys()}
     text = transformers.Gemma4TextConfig(**TEXT | changes)
     config = transformers.Gemma4AssistantConfig(text_config=text, **{"backbone_hidden_size": 32} | outer)
-    # transformers 5.23 refuses a config in which all layers borrow, although its assistant needs one.
+    # All layers of an assistant read the keys and values of the target. transformers 5.23 refuses such a config.
     with patch.object(transformers.Gemma4TextConfig, "kv_sharing_modes", ["reuse"] * text.num_hidden_layers):
         model = random_model(transformers.Gemma4AssistantForCausalLM, config, seed=3)
     if model.masked_embedding is not None:

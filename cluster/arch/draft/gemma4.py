@@ -1,4 +1,4 @@
-"""Gemma-4's assistant: a draft that keeps no KV ("frozen-KV MTP" in SGLang, `Gemma4AssistantForCausalLM`).
+"""Gemma-4's assistant, `Gemma4AssistantForCausalLM`: a draft without a KV cache (SGLang: "frozen-KV MTP").
 
 A forward is: x = pre_projection([target's scaled embedding | hidden]), then Gemma-4 layers without keys and values of
 their own, and a norm. The head is the draft's own; `post_projection` gives the hidden that the next level reads. Each
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from cluster.arch.draft.facts import FactResolver
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
-from cluster.arch.families.gemma4 import NAMES, gemma4_layers
+from cluster.arch.families.gemma4 import NAMES, gemma4_layers, last_with_own_kv
 from cluster.arch.keys import ConfigKeys, Shapes, dtype_of
 from cluster.arch.layer import LayerGeometry
 from cluster.arch.target import TargetArch
@@ -71,27 +71,22 @@ def _borrowing(folder: str, index: int, layer: LayerGeometry, target: TargetArch
     Raises:
         ConfigError: there is none, or its keys and values have other sizes.
     """
-    has_window = layer.sliding_window is not None
-    lenders = [
-        i
-        for i, other in enumerate(target.layers)
-        if other.borrows is None and (other.sliding_window is not None) == has_window
-    ]
-    kind = "sliding_attention" if has_window else "full_attention"
-    if not lenders:
+    number = last_with_own_kv(target.layers, layer)
+    if number is None:
+        kind = "full_attention" if layer.sliding_window is None else "sliding_attention"
         raise ConfigError(
             f"draft {folder!r}: layer {index} has type {kind}, and no layer of the target has this type, whose keys "
             "and values it could read; give the assistant of this target"
         )
-    lender = target.layers[lenders[-1]]
+    lender = target.layers[number]
     if layer.cell != lender.cell or layer.sliding_window != lender.sliding_window:
         raise ConfigError(
-            f"draft {folder!r}: layer {index} reads {_sizes(layer)}, and layer {lenders[-1]} of the target keeps "
+            f"draft {folder!r}: layer {index} reads {_sizes(layer)}, and layer {number} of the target keeps "
             f"{_sizes(lender)}; give the assistant of this target"
         )
     # As in `transformers`, whose mask for the assistant includes both ends of the window.
     window = None if layer.sliding_window is None else layer.sliding_window + 1
-    return replace(layer, borrows=lenders[-1], keys_as_values=False, sliding_window=window)
+    return replace(layer, borrows=number, keys_as_values=False, sliding_window=window)
 
 
 def _sizes(layer: LayerGeometry) -> str:

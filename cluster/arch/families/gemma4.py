@@ -3,6 +3,7 @@ and norms before and after attention and MLP. A checkpoint may have layers that 
 layer, inputs of their own for each layer, and experts beside the MLP.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ DEFAULTS: dict[str, Any] = {
 """The values of these keys if a config leaves them out. They are those of `transformers`."""
 GLOBAL_HEAD_DIM, LAYER_INPUT = 512, 256
 """The width of a head of full layers, and of a layer's own input, if a config leaves them out."""
-STORED_PARTS = r"(weight\w*|bias|qweight|qzeros|scales|g_idx)"
+STORED_PARTS = r"(weight\w*|bias|qweight|qzeros|scales|g_idx|qscale_\w+|(input|activation|act)_\w+)"
 """The last parts of the names of a matrix's tensors, plain or quantised."""
 NAMES = (
     (r"\.after_attention\.", ".post_attention_layernorm."),
@@ -70,7 +71,7 @@ def gemma4(keys: ConfigKeys) -> TargetArch:
         layer_input_vocab=keys.integer("vocab_size_per_layer_input", 262144) if layers[0].layer_input else 0,
         softcap=None if softcap is None else keys.number("final_logit_softcapping", 1.0),
         tensor_name_rules=NAMES,
-        # Published checkpoints still have keys and values of the layers that borrow.
+        # Published checkpoints contain k_proj and v_proj of all layers, but layers that borrow do not use theirs.
         ignored_patterns=(rf"^layers\.({unused})\.self_attn\.[kv]_(proj|norm)\.{STORED_PARTS}$",) if unused else (),
     )
 
@@ -98,16 +99,29 @@ def gemma4_layers(keys: ConfigKeys) -> tuple[LayerGeometry, ...]:
         raise keys.error(f"num_kv_shared_layers {shared} must be below num_hidden_layers {num_layers}")
     factor = 2 if keys.flag("use_double_wide_mlp") else 1
     for index in range(first_shared, num_layers):
-        lenders = [i for i in range(first_shared) if is_sliding[i] == is_sliding[index]]
-        if not lenders:
+        lender = last_with_own_kv(layers[:first_shared], layers[index])
+        if lender is None:
             kind = "sliding_attention" if is_sliding[index] else "full_attention"
             raise keys.error(
                 f"num_kv_shared_layers {shared}: layer {index} has type {kind}, and no layer before the last {shared} "
                 "has this type, whose keys and values it could read"
             )
         wide = replace(layers[index], intermediate=factor * layers[index].intermediate)
-        layers[index] = replace(wide, borrows=lenders[-1], keys_as_values=False)
+        layers[index] = replace(wide, borrows=lender, keys_as_values=False)
     return tuple(layers)
+
+
+def last_with_own_kv(layers: Sequence[LayerGeometry], reader: LayerGeometry) -> int | None:
+    """Return the number of the last of `layers` that keeps keys and values of its own and has the type of `reader`:
+    with a sliding window, or without. Return None if there is none.
+    """
+    has_window = reader.sliding_window is not None
+    numbers = [
+        number
+        for number, layer in enumerate(layers)
+        if layer.borrows is None and (layer.sliding_window is not None) == has_window
+    ]
+    return numbers[-1] if numbers else None
 
 
 def _layer(keys: ConfigKeys) -> LayerGeometry:

@@ -1,5 +1,6 @@
-"""Llama-4's language model. Most layers are rotated and see only their chunk of the text; the others see all of it, and
-are not rotated. A layer has experts, whose inputs are scaled by the scores of the router, or a dense MLP.
+"""Llama-4's language model. Most layers use rotary embeddings, and a token attends only to tokens of its own chunk of
+the text. The other layers use no rotary embeddings, and a token attends to all tokens before it. A layer has a dense
+MLP, or experts whose inputs are multiplied by the scores of the router.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Layers that borrow the keys and values of another layer read them and write nothing (Gemma-4)."""
+"""Tests of attention that reads the keys and values of another layer and writes none of its own (Gemma-4)."""
 
 import pytest
 

@@ -96,7 +96,7 @@ EXAMPLES = {"fast": (60, 40), "slow": (2000, 60)}
 @pytest.mark.parametrize("size", ["fast", pytest.param("slow", marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_no_state_of_the_pools_gives_a_request_the_cells_of_others(size: str) -> None:
     lives, operations = EXAMPLES[size]
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         Pools,
         settings=settings(
             max_examples=lives,
@@ -109,7 +109,7 @@ def test_no_state_of_the_pools_gives_a_request_the_cells_of_others(size: str) ->
 
 
 def random_life(seed: int, steps: int, options: dict[str, Any]) -> PaperEngine:
-    """Run requests at random for so many steps, and check everything after each."""
+    """Do random operations on requests until the engine has done `steps` steps. Check all invariants after each one."""
     random = Random(seed)
     engine = PaperEngine(**options)
     base = [random.randrange(2) for _ in range(MAX_TOKENS)]
